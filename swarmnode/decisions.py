@@ -70,7 +70,7 @@ class DecisionLog:
         self._now = now
         self._rings: dict[Topic, OrderedDict[tuple[str, ...], Decision]] = {topic: OrderedDict() for topic in Topic}
 
-    def note(
+    def record(
         self,
         topic: Topic,
         what: str,

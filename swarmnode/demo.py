@@ -111,7 +111,7 @@ def import_all() -> None:
         importlib.import_module(module)
 
 
-def found(file: Path) -> Swarm:
+def create_lesson_swarm(file: Path) -> Swarm:
     """Found a swarm that trains the lesson's model from random weights. Its .swarm file is `file`; the config and weights
     lie beside it."""
     from swarmnode.founding.model_source import from_config
@@ -359,7 +359,7 @@ class Story:
             f"starting its bootstrap peer and {NODES} nodes on loopback"
         )
         await asyncio.to_thread(import_all)
-        swarm = await asyncio.to_thread(found, local.file)
+        swarm = await asyncio.to_thread(create_lesson_swarm, local.file)
         await asyncio.to_thread(local.bootstrap)
         memory = f"{memory_for_half(swarm)}B"
         return swarm, [local.node(f"node-{number}", "--memory", memory) for number in range(1, NODES + 1)]

@@ -86,7 +86,7 @@ def create(
         LocalError: If a file cannot be written.
     """
     from swarmnode.founding.model_source import from_checkpoint, from_model
-    from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside, new_owner, new_swarm_file
+    from swarmnode.founding.swarm_creation import Bootstraps, create_and_save, new_beside, new_owner, new_swarm_file
 
     if mode not in (SERVE, TRAIN):
         raise UsageError(f"mode {mode!r}: choose {SERVE!r} or {TRAIN!r}")
@@ -101,7 +101,9 @@ def create(
         else:
             source = from_checkpoint(str(model), weights, force=overwrite)
         private = membership == "private"
-        swarm = found(path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite)
+        swarm = create_and_save(
+            path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite
+        )
     _name(path, home_folder(home))
     return swarm
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.node.bootstrap import NAT_S, _is_gone, _mapped, _take_in
+from swarmnode.node.bootstrap import NAT_S, _is_gone, _mapped, _update_invites
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
@@ -25,7 +25,7 @@ THERE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWdoor"
 async def test_an_invite_leads_to_this_machine_only_where_the_swarm_is_on_it(addresses: list[str], named: str) -> None:
     host = behind_router([])
     host.swarm = replace(host.swarm, bootstraps=())
-    _take_in(host, None, addresses)
+    _update_invites(host, None, addresses)
     assert host.swarm.bootstraps == (named,)
 
 
@@ -47,9 +47,9 @@ async def test_new_doors_are_kept_where_the_file_may_be_written(
     host = behind_router([])
     host.swarm = replace(swarm, bootstraps=())
     with caplog.at_level(logging.WARNING):
-        _take_in(host, path, [THERE])
+        _update_invites(host, path, [THERE])
         assert load_swarm(path).bootstraps == (THERE,) and not caplog.records
-        _take_in(host, tmp_path / "read-only" / "friends.swarm", [THERE, THERE.replace("door", "else")])
+        _update_invites(host, tmp_path / "read-only" / "friends.swarm", [THERE, THERE.replace("door", "else")])
     [warning] = caplog.records
     assert (
         "cannot write" in warning.message and "invites made later will not name this bootstrap peer" in warning.message
@@ -77,7 +77,7 @@ def behind_router(*seen: list[str]) -> Any:
 @in_virtual_time
 async def test_the_address_that_a_router_maps_is_the_first_of_the_invite() -> None:
     host = behind_router([HERE], [HERE], [HERE, MAPPED])
-    _take_in(host, None, await _mapped(host))
+    _update_invites(host, None, await _mapped(host))
     assert host.swarm.bootstraps[0] == MAPPED and "/ip4/192.168.0.7/tcp/4001" in host.swarm.bootstraps
 
 

@@ -11,7 +11,7 @@ import pytest
 from swarmnode.files import lock_alone, write_private
 from swarmnode.gateway import gateway_address as gateway
 from swarmnode.net.identity import IdentitySlot
-from swarmnode.terminal.console import is_kept
+from swarmnode.terminal.console import is_recorded
 
 
 def test_under_an_open_umask(tmp_path: Path) -> None:
@@ -35,12 +35,12 @@ def test_the_pages_token_is_told_to_a_terminal_alone(
 ) -> None:
     """Others read a journal, a file, and what Docker keeps of a pipe."""
     with (tmp_path / "log").open("w") as log:
-        assert is_kept(log)
+        assert is_recorded(log)
     for one, other in (os.pipe(), os.openpty()):
         with os.fdopen(other, "w") as stream:
-            assert is_kept(stream) is not os.isatty(other)
+            assert is_recorded(stream) is not os.isatty(other)
         os.close(one)
-    monkeypatch.setattr(gateway, "is_kept", lambda _stream: kept)
+    monkeypatch.setattr(gateway, "is_recorded", lambda _stream: kept)
     gateway.GatewayAddress(tmp_path, 1)._tell(1, "secret-token", ["tiny"])
     printed, link = capsys.readouterr(), tmp_path / "page-link"
     assert ("secret-token" in printed.out) is not kept

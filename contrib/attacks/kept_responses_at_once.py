@@ -31,7 +31,7 @@ async def attack() -> Outcome:
         part = {"type": "output_text", "text": TEXT}
         answer = {"id": "msg_2", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
         asked = Item("msg_1", "message", "completed", "user", [ItemPart("input_text", TEXT)])
-        gateway.responses.keep(ANYBODY, ID, json.dumps({"id": ID, "output": [answer]}).encode(), [asked])
+        gateway.responses.store(ANYBODY, ID, json.dumps({"id": ID, "output": [answer]}).encode(), [asked])
         app, path = build_app(gateway, Page(gateway, Path(name))), f"/v1/responses/{ID}"
         async with httpx2.AsyncClient(transport=InProcess(app), base_url="http://localhost", timeout=None) as http:
             assert (await http.get(path)).status_code == 200

@@ -35,7 +35,7 @@ async def attack() -> Outcome:
             async with scene_of(span) as scene:
                 places = [object() for _ in range(ADAPTERS)]
                 for number, place in enumerate(places):
-                    scene.server._places.take(place, Claimant(f"home {number}", f"owner {number}"))
+                    scene.server._places.admit(place, Claimant(f"home {number}", f"owner {number}"))
                 _, answer = await scene.open(recipe=recipe)
                 lost = sum(place not in scene.server._places for place in places)
                 if lost or isinstance(answer, AdapterOpened):

@@ -33,7 +33,7 @@ async def attack() -> Outcome:
                 await liar.reports._publish(ids, said)
             await tokens.aclose()
             for _ in session.route:
-                await reader.reports.look()
+                await reader.reports.check_reports()
             standing = reader.auditor.standing
             return Outcome(
                 not standing.shunned and standing.doubted == {liar.peer_id},

@@ -37,7 +37,7 @@ async def attack() -> Outcome:
             except PeerRefused as error:
                 await asyncio.sleep(error.retry_s or RETRY_S)
                 waited_s += loop.time() - began_s
-        kept_bytes = world.keeper.kept_bytes
+        kept_bytes = world.keeper.received_bytes
         await cancel_and_wait(*attacks)
         await world.close()
     return Outcome(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from placement_rules import BEST_RESPONSE, Rule, Settling, petals, swarm
 
-from swarmnode.plan.offline.gpus import known_gpus
+from swarmnode.plan.offline.gpus import gpus_by_name
 from swarmnode.plan.spans.span_placement import Joiner
 
 UNITS = (12, 16, 24, 32, 40)
@@ -31,7 +31,7 @@ PLENTY, SCARCE = (2.0, 6.0), (1.3, 2.0)
 def random_swarm(chance: random.Random, copies: tuple[float, float]) -> tuple[int, list[Joiner]]:
     """Draw the number of a model's units, and the peers that lend memory for it."""
     units = chance.choice(UNITS)
-    cards = [chance.choice(list(known_gpus().values())) for _ in range(chance.randint(8, 64))]
+    cards = [chance.choice(list(gpus_by_name().values())) for _ in range(chance.randint(8, 64))]
     lent_bytes = [card.memory_bytes * chance.uniform(0.4, 0.9) for card in cards]
     held = math.exp(chance.uniform(*map(math.log, copies)))
     unit_bytes = min(sum(lent_bytes) / (held * units), min(lent_bytes))

@@ -136,7 +136,7 @@ class Network:
 
     def _computed(self, stage: Stage, jobs: list[Job]) -> None:
         rows = sum(len(job.rows) for job in jobs)
-        stage.load.note(self.now_s, rows * self._cost.position_s)
+        stage.load.record(self.now_s, rows * self._cost.position_s)
         for job in jobs:
             hop = job.session.route.index(stage) + 1
             there = job.session.route[hop % STAGES]

@@ -213,7 +213,7 @@ class Comparison:
 
 
 def compare(
-    one: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration, *, adapted: bool = False
+    first: TextRun, other: TextRun, codec_at: CodecAt, calibration: Calibration, *, adapted: bool = False
 ) -> Comparison:
     """Compare two runs of the same text hop by hop: the states that the next hop received, and for the last hop the
     drawn tokens.
@@ -228,29 +228,29 @@ def compare(
     """
     judgements: list[Judgement] = []
     alike: int | None = None  # positions up to the first whose input differed
-    for index in range(len(one.route)):
-        said = one.accounts[index].statement
+    for index in range(len(first.route)):
+        said = first.accounts[index].statement
         if said.number_format != other.accounts[index].statement.number_format:
             return Comparison(tuple(judgements), unclear=True)
         codec = codec_at(said.end)
-        if index + 1 == len(one.route):
+        if index + 1 == len(first.route):
             tolerance = calibration.tolerance(said.number_format, codec, units=said.end)
-            both = [at for at in one.drawn if at in other.drawn and (alike is None or at <= alike)]
-            drawn, again = ([run.drawn[at] for at in both] for run in (one, other))
+            both = [at for at in first.drawn if at in other.drawn and (alike is None or at <= alike)]
+            drawn, again = ([run.drawn[at] for at in both] for run in (first, other))
             judgements.append(judge_tokens(drawn, again, tolerance))
             break
-        mine_TK, yours_TK = one.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
+        mine_TK, yours_TK = first.accounts[index + 1].received_TK, other.accounts[index + 1].received_TK
         assert mine_TK is not None and yours_TK is not None, "only the first hop takes ids in"
         apart = deviations(mine_TK[:alike], yours_TK[:alike])
         tolerance = calibration.tolerance(said.number_format, codec, units=said.end, deviations=apart, adapted=adapted)
         judged = judge_states(apart, tolerance)
         if judged.beyond:
             was_false = judged.false
-            judged = judge_states(apart[max(one.base(index + 1), other.base(index + 1)) :], tolerance)
+            judged = judge_states(apart[max(first.base(index + 1), other.base(index + 1)) :], tolerance)
             if was_false and not judged.false:  # a hop of an earlier route sent it, and all that follows depends on it
                 return Comparison(tuple(judgements), unclear=True)
         elif not adapted:
-            calibration.note(one.route[index].peer, said.number_format, codec, apart, units=said.end)
+            calibration.record(first.route[index].peer, said.number_format, codec, apart, units=said.end)
         judgements.append(judged)
         if judged.false:
             break
@@ -290,7 +290,7 @@ class AuditCase:
         accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
         await session.close()
         prompt = self._sampling.prompt_length
-        drawn = {at: self.ids[at] for at in range(max(prompt, session.known), self._end + 1)}
+        drawn = {at: self.ids[at] for at in range(max(prompt, session.received_end), self._end + 1)}
         return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1))
 
     async def _decide(self, original: TextRun) -> str:
@@ -300,9 +300,12 @@ class AuditCase:
             if edge == len(original.route):  # this edge leads straight to the client
                 log.info("peer %s did not sign for the tokens that it sent", original.route[-1].peer)
                 return "false" if self._referee.doubt(original.route[-1].peer, self._name) else "doubt"
-            one, other = original.route[edge - 1].peer, original.route[edge].peer  # the last hop feeds the first one
-            log.info("peers %s and %s contradict one another", one, other)
-            self._referee.doubt_both(one, other)
+            suspect, other = (
+                original.route[edge - 1].peer,
+                original.route[edge].peer,
+            )  # the last hop feeds the first one
+            log.info("peers %s and %s contradict one another", suspect, other)
+            self._referee.doubt_both(suspect, other)
             return "doubt"
         for index, account in enumerate(original.accounts[:-1]):
             said = account.statement
@@ -313,31 +316,31 @@ class AuditCase:
                 # doubt. Without the choice the text cannot be computed again.
                 if original.moved:
                     return "void"  # a lost hop may have kept the choice to itself
-                one, other = original.route[index].peer, original.route[max(0, index - 1)].peer
-                log.info("peer %s sent in a codec that the client was not informed of", one)
-                if one == other:
-                    self._referee.doubt(one, self._name)
+                suspect, other = original.route[index].peer, original.route[max(0, index - 1)].peer
+                log.info("peer %s sent in a codec that the client was not informed of", suspect)
+                if suspect == other:
+                    self._referee.doubt(suspect, self._name)
                 else:
-                    self._referee.doubt_both(one, other)
+                    self._referee.doubt_both(suspect, other)
                 return "doubt"
         second = await self._run_again(original.route)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # without a doubt: a token may have come back to this route sooner than its input did
-        found = self._compare(original, second)
-        agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
-        near = found.near_hop
+        comparison = self._compare(original, second)
+        agreed = comparison.judgements if comparison.false_hop is None else comparison.judgements[:-1]
+        near = comparison.near_hop
         for judgement, first_hop, second_hop in zip(agreed, original.route, second.route, strict=False):
             asked = {first_hop.peer, second_hop.peer}
             for peer in asked if len(asked) == 2 and judgement.proves else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
-                self._referee.note(
+                self._referee.record(
                     "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
                 )
-        if near is not None and await self._is_shunned_for(near, found.judgements[near], original, second):
+        if near is not None and await self._is_shunned_for(near, comparison.judgements[near], original, second):
             return "false"
-        if found.false_hop is not None:
-            return await self._who(original, second, found.false_hop, found.judgements[-1].compared)
-        return "void" if found.unclear else "passed"
+        if comparison.false_hop is not None:
+            return await self._who(original, second, comparison.false_hop, comparison.judgements[-1].compared)
+        return "void" if comparison.unclear else "passed"
 
     async def _is_shunned_for(self, near: int, judged: Judgement, original: TextRun, second: TextRun) -> bool:
         """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
@@ -360,7 +363,7 @@ class AuditCase:
             return False
         text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).digest()
         if not self._referee.standing.near_miss(suspects[alone], judged.compared, text):
-            self._referee.note(
+            self._referee.record(
                 "trusts it less", suspects[alone], f"its result for {self._name} deviates more than most"
             )
             return False
@@ -389,7 +392,7 @@ class AuditCase:
         if third is not None:
             alone = odd_one_out([self._compare(run, third).agree_at(index, compared) for run in (original, second)])
             if alone is not None and await self._drew_honestly((original, second)[alone], third, index):
-                self._referee.note("finds it right", suspects[alone], f"rounding explains its tokens of {self._name}")
+                self._referee.record("finds it right", suspects[alone], f"rounding explains its tokens of {self._name}")
                 return "void"
             if alone is not None:
                 self.accused = (original, second)[alone].accounts[index]
@@ -438,14 +441,16 @@ class AuditCase:
                 honest.append(known and may_draw(drawn[at], logits_V, self._sampling, at, spread=spread))
         return honest
 
-    def _compare(self, one: TextRun, other: TextRun) -> Comparison:
+    def _compare(self, first: TextRun, other: TextRun) -> Comparison:
         spec, calibration = self._spec, self._replays.calibration
-        return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
+        return compare(
+            first, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter)
+        )
 
     def _shun(self, peer: PeerId, fact: str) -> None:
         log.warning("peer %s returned wrong results: it is left out from now on", peer)
         self._referee.standing.shun(peer)
-        self._referee.note("leaves it out for a week", peer, f"it returned wrong results: {fact}")
+        self._referee.record("leaves it out for a week", peer, f"it returned wrong results: {fact}")
 
     # -- asking
 

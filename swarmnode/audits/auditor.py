@@ -53,7 +53,7 @@ RESULTS = ("passed", "false", "doubt", "void")
 
 
 class Auditor(Referee):
-    """Auditor of one client's sessions. Call `take` with every session that is over."""
+    """Auditor of one client's sessions. Call `sample` with every session that is over."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Auditor(Referee):
         super().__init__(host, "audits")
         self.replays = Replays(host, sessions, config, on_over)
         self._budget = AuditBudget(config.audit_share)
-        self.on_found: OnFound = lambda _peer, _route, _spec: None
+        self.on_false_work: OnFound = lambda _peer, _route, _spec: None
 
     def readings(self) -> Readings:
         """Yield the number of audits for each result."""
         for result in RESULTS:
             yield Reading(table.AUDITS, self.counts[result], (result,))
 
-    def take(self, session: ClientSession, ids: Sequence[int]) -> bool:
+    def sample(self, session: ClientSession, ids: Sequence[int]) -> bool:
         """Draw whether `session`, which has produced `ids` (prompt and drawn tokens), is audited, and start the audit
         if so.
 
@@ -108,7 +108,7 @@ class Auditor(Referee):
         finally:
             await session.close()
         if case.accused is not None:
-            self.on_found(case.accused.statement.peer, session.route, session.spec)
+            self.on_false_work(case.accused.statement.peer, session.route, session.spec)
 
     def afford(self, cost: SessionCost) -> bool:
         """Spend `cost` of the budget for audits, if there is room for it beside the audits of own sessions. Returns whether there
@@ -144,7 +144,7 @@ class Reports:
 
     def start(self) -> None:
         """Start checking other clients' reports in the background."""
-        self._tasks.spawn(self._look_forever(), "look")
+        self._tasks.spawn(self._check_forever(), "look")
 
     async def close(self) -> None:
         """Cancel publications and checks."""
@@ -153,7 +153,7 @@ class Reports:
 
     # -- telling
 
-    async def told(self) -> None:
+    async def wait_published(self) -> None:
         """Wait until all reports about false work are published."""
         await self._telling.idle()
 
@@ -207,15 +207,15 @@ class Reports:
 
     # -- listening
 
-    async def _look_forever(self) -> None:
+    async def _check_forever(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.look()
+                await self.check_reports()
             except (SwarmnodeError, asyncio.TimeoutError) as error:
                 log.debug("cannot read the swarm's reports: %s", error or "no answer")
 
-    async def look(self) -> None:
+    async def check_reports(self) -> None:
         """Read the reports in the DHT and check one new report: that of the most trusted author.
 
         Raises SwarmnodeError or asyncio.TimeoutError if the DHT does not answer.
@@ -235,9 +235,9 @@ class Reports:
         if not news:
             return
         report, statement = max(news, key=lambda one: (standing.trust(one[0].author), -one[0].at))
-        await self._look_into(report, statement)
+        await self._check_report(report, statement)
 
-    async def _look_into(self, report: Report, statement: Statement) -> None:
+    async def _check_report(self, report: Report, statement: Statement) -> None:
         # A route on which the accused computes its units, without a second hop of any peer
         units, accused = Span(statement.start, statement.end), report.accused
         try:

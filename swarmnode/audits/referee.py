@@ -46,7 +46,7 @@ class FixedRoute(Router):
         self.observed_latency = observed_latency
         self._route = route
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
+    def route(self, avoid: frozenset[PeerId], retain: Sequence[HopSpec], size: SessionSize) -> Route:
         if avoid:
             raise NoRoute("a peer of the fixed route failed")
         return self._route
@@ -145,28 +145,28 @@ class Referee:
             log.info("an audit came to nothing: %s", error or "no answer in time")
             result = "void"
         self.counts[result] += 1
-        await self.standing.keep()
+        await self.standing.store()
         return result
 
     def doubt(self, peer: PeerId, other: str) -> bool:
         """Record that `peer` contradicts `other` (a peer or a text). Returns whether it is now shunned because of all
         its doubts."""
         shunned = self.standing.doubt(peer, other)
-        self.note("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
+        self.record("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
         if shunned:
             log.warning("peer %s contradicts one peer after another: it is left out from now on", peer)
         return shunned
 
-    def doubt_both(self, one: PeerId, other: PeerId) -> None:
+    def doubt_both(self, first: PeerId, other: PeerId) -> None:
         """Record that two peers contradict each other and the client cannot tell which of them is wrong."""
-        self.doubt(one, other)
-        if one != other:
-            self.doubt(other, one)
+        self.doubt(first, other)
+        if first != other:
+            self.doubt(other, first)
 
-    def note(self, what: str, peer: PeerId, *facts: str) -> None:
+    def record(self, what: str, peer: PeerId, *facts: str) -> None:
         """Log the decision `what` about `peer` with the `facts` behind it and the peer's trust."""
         trust = f"this machine trusts it {self.standing.trust(peer):.0%}; results that are right raise that"
-        self.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
+        self.host.decisions.record(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     async def idle(self) -> None:
         """Wait until no audit is in progress."""

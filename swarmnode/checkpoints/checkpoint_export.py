@@ -176,24 +176,24 @@ async def export(
     check_free(out, force=force)
     board = state_board(host)
     try:
-        found = await _look(host, board, patience_s)
+        newest = await _newest_whole_step(host, board, patience_s)
         root = host.config.home / "exports" / host.swarm.id.hex()[:16]
-        store = StateStore(root, found.run, keep=1)
+        store = StateStore(root, newest.run, newest_steps=1)
         unconfirmed: list[str] = []
         try:
             step = await fetch_states(
                 board,
                 lambda: _others(host),
-                found.blocks,
+                newest.blocks,
                 into=store,
-                at_least=found.step,
+                at_least=newest.step,
                 progress=progress,
                 whole=True,
                 electorate=lambda: Electorate.of(host.directory),
                 on_unconfirmed=lambda blocks: unconfirmed.extend(all_named(blocks)),
             )
             files = [
-                store.path(step, block, verify=False) for block in found.blocks
+                store.path(step, block, verify=False) for block in newest.blocks
             ]  # each chunk was checked on its way
             await _write(host, gather(files, average=average), out, force, unconfirmed)
             on_unconfirmed(unconfirmed)
@@ -209,7 +209,7 @@ def _others(host: Host) -> list[PeerId]:
     return [peer for peer in host.directory.peers() if peer != host.peer_id]
 
 
-async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
+async def _newest_whole_step(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
     """Find the newest whole step among the peers. Raises PeerRefused if there is none after `patience_s`."""
     assert host.swarm.manifest is not None
     units = tuple(range(host.swarm.manifest.model.units))

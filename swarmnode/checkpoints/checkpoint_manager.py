@@ -76,7 +76,7 @@ class CheckpointManager:
             self.server.give(self.store)  # other peers may need the states here before this stage is in a run again
             remove_old_runs(self.root, run)
 
-    def kept(self) -> tuple[int, ...]:
+    def stored_steps(self) -> tuple[int, ...]:
         """Return at most MAX_TOLD steps whose states of all `blocks` are on the disk, newest first."""
         if self.store is None:
             return ()
@@ -162,19 +162,19 @@ class CheckpointManager:
         blocks: Collection[int],
         units: int,
     ) -> int | None:
-        found = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
-        if found is None:
+        whole_step = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
+        if whole_step is None:
             return None
-        self.open(found.run)
+        self.open(whole_step.run)
         assert self.store is not None
-        if set(blocks) <= set(self.store.files(found.step)):
+        if set(blocks) <= set(self.store.files(whole_step.step)):
             return None
         return await fetch_states(
             self._board,
             peers,
             blocks,
             into=self.store,
-            step=found.step,
+            step=whole_step.step,
             backups=self.backups,
             electorate=self.electorate,
         )
@@ -189,16 +189,16 @@ class CheckpointManager:
 
 def _copy(store: StateStore, learner: DeviceLearners) -> tuple[int, dict[int, dict[str, Tensor]]]:
     """Return the learner's step and a copy of its states; the copy is empty if the step is already on the disk."""
-    return learner.step, {} if _is_kept(store, learner) else learner.copy_state()
+    return learner.step, {} if _is_stored(store, learner) else learner.copy_state()
 
 
 def _write_now(store: StateStore, learner: DeviceLearners) -> int:
-    if not _is_kept(store, learner):
+    if not _is_stored(store, learner):
         write_step(store, learner.step, {block: learner.state(block) for block in learner.blocks})
     return learner.step
 
 
-def _is_kept(store: StateStore, learner: DeviceLearners) -> bool:
+def _is_stored(store: StateStore, learner: DeviceLearners) -> bool:
     return set(learner.blocks) <= set(store.files(learner.step))
 
 

@@ -79,7 +79,7 @@ class BackupPlaces:
         self._turns: list[BackupTurn] = []  # in order of their start
         self._waiting: dict[str, float] = {}  # time of an owner's last request, the longest waiting first
 
-    def take(self, claimant: Claimant) -> BackupTurn:
+    def admit(self, claimant: Claimant) -> BackupTurn:
         """Take a place for `claimant`, if need be from an owner whose turn is over.
 
         Raises Busy if no place is free and no turn is over, or if other owners have waited longer.
@@ -122,7 +122,7 @@ class BackupServer:
     """Server that keeps other peers' states in `folder`, and announces how much room is left there."""
 
     def __init__(self, host: Host, folder: BackupFolder) -> None:
-        self.kept_bytes = 0  # received since the start
+        self.received_bytes = 0  # received since the start
         self._host = host
         self._folder = folder
         self._board = state_board(host)
@@ -152,7 +152,7 @@ class BackupServer:
 
     async def _answer(self, writer: Claimant, question: BackUp) -> Answer:
         try:
-            await self._take_turn(writer, question)
+            await self._receive_in_turn(writer, question)
         except LocalError as error:
             log.warning("your node does not keep a state of peer %s: %s", writer.peer, error)
             return Answer(Error(ErrorCode.BUSY, FULL_RETRY_S))
@@ -161,13 +161,13 @@ class BackupServer:
             return Answer(Error(error.code, error.retry_s) if isinstance(error, Busy) else Error(error.code))
         return Answer(End())
 
-    async def _take_turn(self, writer: Claimant, question: BackUp) -> None:
+    async def _receive_in_turn(self, writer: Claimant, question: BackUp) -> None:
         """Take the state for as long as the writer's turn lasts. Chunks that arrived stay on the disk.
 
-        Raises Busy if there is no place or another owner takes it over; otherwise raises as `_take`.
+        Raises Busy if there is no place or another owner takes it over; otherwise raises as `_receive`.
         """
-        turn = self._places.take(writer)
-        taking = self._tasks.spawn(self._take(writer.peer, question), f"from {writer.peer}", awaited=True)
+        turn = self._places.admit(writer)
+        taking = self._tasks.spawn(self._receive(writer.peer, question), f"from {writer.peer}", awaited=True)
         turn.give_way = taking.cancel
         try:
             await taking
@@ -179,7 +179,7 @@ class BackupServer:
             self._places.leave(turn)
             await self._offer()
 
-    async def _take(self, writer: PeerId, question: BackUp) -> None:
+    async def _receive(self, writer: PeerId, question: BackUp) -> None:
         """Fetch the state from the writer, unless it is already here.
 
         Raises PeerError if the writer fails, is slow or lies, Busy if there is no room, LocalError if the disk fails.
@@ -218,15 +218,15 @@ class BackupServer:
         hashes = bytes(await source.hashes(file))
         if not verify_hashes(file, hashes):
             raise ProtocolError("it sends hashes that do not match its state", peer=writer)
-        await asyncio.to_thread(incoming.keep_hashes, file, hashes)
+        await asyncio.to_thread(incoming.store_hashes, file, hashes)
         for number in await asyncio.to_thread(incoming.missing, file, range(file.chunks())):
             began_s = asyncio.get_running_loop().time()
             await self._bring_chunk(source, incoming, file, hashes, number)
             if rate_bps:
                 due_s = began_s + file.chunk_size(number) * 8 / rate_bps
                 await asyncio.sleep(due_s - asyncio.get_running_loop().time())
-        await asyncio.to_thread(store.take_in, state.step, {state.block: file})
-        self.kept_bytes += file.size
+        await asyncio.to_thread(store.complete, state.step, {state.block: file})
+        self.received_bytes += file.size
 
     async def _bring_chunk(
         self, source: PeerSource, incoming: ChunkFolder, file: FileContent, hashes: bytes, number: int

@@ -291,7 +291,7 @@ async def survey(
     """Ask these peers for their states, as `list_states`. Peers that do not answer are left out."""
     turn = asyncio.Semaphore(PEERS_AT_ONCE)
 
-    async def look(peer: PeerId) -> Listing | None:
+    async def read_listing(peer: PeerId) -> Listing | None:
         async with turn:
             try:
                 return await list_states(board, peer, blocks, at_least=at_least, run_id=run_id)
@@ -300,7 +300,7 @@ async def survey(
                 return None
 
     asked = list(dict.fromkeys(peers))
-    listings = await asyncio.gather(*map(look, asked))
+    listings = await asyncio.gather(*map(read_listing, asked))
     return {peer: listing for peer, listing in zip(asked, listings, strict=True) if listing is not None}
 
 
@@ -481,7 +481,7 @@ class _Fetch:
             units = ", ".join(map(named, differing))
             text = "peer %s has another state of %s at step %d than most holders: its device rounds differently, or it lies"
             log.log(logging.WARNING if self.whole else logging.INFO, text, peer, units, chosen.step)
-        await asyncio.to_thread(self.into.take_in, chosen.step, files)
+        await asyncio.to_thread(self.into.complete, chosen.step, files)
         return True
 
     def _source(self, peer: PeerId, listing: Listing) -> Source:

@@ -82,13 +82,13 @@ class SecondVoice:
         return True
 
 
-def are_alike(one: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
+def are_alike(first: Buffer, other: Buffer, *, strays: float = STRAYS) -> bool:
     """Return whether two pieces of the same length hold nearly equal float32 numbers, except for a share `strays` of them."""
-    if len(one) != len(other):
+    if len(first) != len(other):
         return False
-    count = len(one) // 4
-    left_N, right_N = (np.frombuffer(piece, dtype="<f4", count=count) for piece in (one, other))
-    same_N = np.frombuffer(one, dtype="<u4", count=count) == np.frombuffer(other, dtype="<u4", count=count)
+    count = len(first) // 4
+    left_N, right_N = (np.frombuffer(piece, dtype="<f4", count=count) for piece in (first, other))
+    same_N = np.frombuffer(first, dtype="<u4", count=count) == np.frombuffer(other, dtype="<u4", count=count)
     with np.errstate(all="ignore"):
         close_N = np.abs(left_N - right_N) <= ABSOLUTE + RELATIVE * np.abs(right_N)
     return bool(np.count_nonzero(~(same_N | close_N)) <= strays * count)

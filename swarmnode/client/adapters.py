@@ -147,7 +147,7 @@ class ClientAdapters:
         ]
         return list(dict.fromkeys([*self._manifest.adapter_names, *own, *offered[:MAX_OFFERED]]))
 
-    async def told(self) -> list[dict[str, Any]]:
+    async def listing(self) -> list[dict[str, Any]]:
         """Return all adapters that this client can use, as `adapter list --json` prints them.
 
         Sizes are in bytes, times in unix seconds, None for ever. Raises NetworkDown; LocalError if the table does not answer.

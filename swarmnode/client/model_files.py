@@ -24,7 +24,7 @@ from swarmnode.serving.client.generation import GenerateOptions
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.content import has_tokenizer
-from swarmnode.swarm.storage.small_files import read_kept, write_kept
+from swarmnode.swarm.storage.small_files import read_stored, write_stored
 
 if TYPE_CHECKING:
     from swarmnode.weights.weights import Weights
@@ -49,19 +49,19 @@ def context_limit(folder: Path) -> int | None:
 def positions_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of positions of a model, including the scaling of its rotary embeddings; None if the config does not
     say."""
-    told = [size for name in POSITIONS if isinstance(size := config.get(name), int) and size > 0]
-    if not told:
+    sizes = [size for name in POSITIONS if isinstance(size := config.get(name), int) and size > 0]
+    if not sizes:
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, Mapping):
-        return told[0]
+        return sizes[0]
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
     if not isinstance(factor, int | float) or factor <= 1:
-        return told[0]
+        return sizes[0]
     original = scaling.get("original_max_position_embeddings")
     if kind == "yarn":
-        return max(told[0], int((original if isinstance(original, int) else told[0]) * factor))
-    return int(told[0] * factor) if kind in STRETCHED else told[0]
+        return max(sizes[0], int((original if isinstance(original, int) else sizes[0]) * factor))
+    return int(sizes[0] * factor) if kind in STRETCHED else sizes[0]
 
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
@@ -120,7 +120,7 @@ def renders_as_transformers(tokenizer: Any) -> bool:
         return False
 
 
-class KeptPipeline(msgspec.Struct, frozen=True):
+class CachedPipeline(msgspec.Struct, frozen=True):
     """Kept copy of a tokenizer: its pipeline, and the facts that a client needs from it."""
 
     versions: str  # of transformers and tokenizers
@@ -135,21 +135,21 @@ class KeptPipeline(msgspec.Struct, frozen=True):
     splits_special_tokens: bool
 
 
-class KeptTokenizer(Tokenizer):
+class CachedTokenizer(Tokenizer):
     """Tokenizer of a checkpoint that encodes and decodes by a kept pipeline. For anything else it loads transformers' tokenizer
     from the folder, once."""
 
-    def __init__(self, folder: Path, kept: KeptPipeline) -> None:
+    def __init__(self, folder: Path, cached: CachedPipeline) -> None:
         from tokenizers import Tokenizer as Pipeline
 
         self._folder = folder
-        self._kept = kept
-        self._pipeline = Pipeline.from_str(kept.pipeline)
-        self._pipeline.encode_special_tokens = kept.splits_special_tokens
-        self.chat_template, self.template_settings = kept.chat_template, kept.template_settings
-        self.special_tokens = kept.special_tokens
-        self.separator, self.has_response_template = kept.separator, kept.has_response_template
-        self.ends = kept.ends
+        self._cached = cached
+        self._pipeline = Pipeline.from_str(cached.pipeline)
+        self._pipeline.encode_special_tokens = cached.splits_special_tokens
+        self.chat_template, self.template_settings = cached.chat_template, cached.template_settings
+        self.special_tokens = cached.special_tokens
+        self.separator, self.has_response_template = cached.separator, cached.has_response_template
+        self.ends = cached.ends
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)
@@ -161,8 +161,8 @@ class KeptTokenizer(Tokenizer):
         variables: Mapping[str, Any],
         check_text: Callable[[int], None] | None,
     ) -> list[int]:
-        template = chosen_template(self._kept.chat_template, with_tools=bool(tools))
-        if template is None or not self._kept.renders_chats or not is_ordinary(messages):
+        template = chosen_template(self._cached.chat_template, with_tools=bool(tools))
+        if template is None or not self._cached.renders_chats or not is_ordinary(messages):
             return super()._chat_ids(messages, tools, variables, check_text)
         text = render_chat(template, messages, tools, {**self.special_tokens, **variables})
         if check_text is not None:
@@ -191,17 +191,17 @@ class TokenizerCache:
         """Return the tokenizer of the swarm with the id `swarm`, whose files are in `folder`. Raises CheckpointError if the folder
         has no usable tokenizer."""
         path = self._folder / f"{swarm.hex()}.json"
-        kept = read_kept(path, KeptPipeline, max_bytes=MAX_BYTES)
+        kept = read_stored(path, CachedPipeline, max_bytes=MAX_BYTES)
         if kept is not None and kept.versions == _versions():
-            return KeptTokenizer(folder, kept)
+            return CachedTokenizer(folder, kept)
         made = Tokenizer(folder)
         if is_plain(made):
-            self._keep(path, kept_pipeline(made))
+            self._store(path, pipeline_copy(made))
         return made
 
-    def _keep(self, path: Path, kept: KeptPipeline) -> None:
+    def _store(self, path: Path, cached: CachedPipeline) -> None:
         try:
-            write_kept(path, kept)
+            write_stored(path, cached)
             for old in sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)[:-MOST_KEPT]:
                 old.unlink()
         except (OSError, LocalError) as error:
@@ -223,14 +223,14 @@ def is_plain(tokenizer: Tokenizer) -> bool:
     return not own.clean_up_tokenization_spaces or (is_bpe and not getattr(own, BPE_CLEAN_UP, True))
 
 
-def kept_pipeline(tokenizer: Tokenizer) -> KeptPipeline:
+def pipeline_copy(tokenizer: Tokenizer) -> CachedPipeline:
     """Return the copy to keep of a plain tokenizer (see `is_plain`)."""
     from tokenizers import Tokenizer as Pipeline
 
     whole = Pipeline.from_str(tokenizer.own.backend_tokenizer.to_str())
     whole.no_truncation()  # transformers does neither unless asked
     whole.no_padding()
-    return KeptPipeline(
+    return CachedPipeline(
         versions=_versions(),
         pipeline=whole.to_str(),
         separator=tokenizer.separator,
@@ -267,7 +267,7 @@ class ModelFiles:
         self._limits: ModelLimits | None = None
         self._stop_ids: tuple[int, ...] | None = None
         self._most_positions = most_positions
-        self.known_defaults: dict[str, float | int] | None = None  # for sampling; None: not read yet
+        self.cached_defaults: dict[str, float | int] | None = None  # for sampling; None: not read yet
 
     async def close(self) -> None:
         """Close the access to the weights, if it is open."""
@@ -303,16 +303,16 @@ class ModelFiles:
         return self._limits
 
     @property
-    def known_positions(self) -> int | None:
+    def cached_positions(self) -> int | None:
         """Number of positions that a text may have, as known without asking a peer; None if there is no limit or it is not known
         yet."""
         return self._manifest.model.positions or None if self._limits is None else self._limits.positions
 
     async def generation_defaults(self) -> dict[str, float | int]:
         """Return the defaults for sampling of the function `generation_defaults`. Raises NoRoute if no peer provides the config."""
-        if self.known_defaults is None:
-            self.known_defaults = generation_defaults(await self.folder())
-        return self.known_defaults
+        if self.cached_defaults is None:
+            self.cached_defaults = generation_defaults(await self.folder())
+        return self.cached_defaults
 
     async def stop_ids(self, tokenizer: Tokenizer | ByteTokenizer | None = None) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text by `tokenizer`, which may be an adapter's; None is the model's own. Empty if

@@ -93,7 +93,7 @@ class SwarmObserver:
         at most half a megabyte per peer, less on a slow line. Raises NetworkDown."""
         prober = Prober(self._host, busy=lambda: False)
         try:
-            return await prober.look_around(self._holders(), most_peers)
+            return await prober.probe_candidates(self._holders(), most_peers)
         finally:
             await prober.close()
 

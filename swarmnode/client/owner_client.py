@@ -21,7 +21,7 @@ from swarmnode.peer.host import Host, joining, state_name
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
 from swarmnode.swarm.records.membership import RevocationList, nobody, open_list
-from swarmnode.swarm.storage.owner_files import AdmittedPeer, IssuedInvite, IssuedInvites, note_members
+from swarmnode.swarm.storage.owner_files import AdmittedPeer, IssuedInvite, IssuedInvites, record_members
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MIN_END_CHARS = 6
@@ -134,7 +134,7 @@ class MemberEntry:
             any(peer.peer.endswith(who) for peer in self.peers) or self.last.user.startswith(who)
         )
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return its facts for people and scripts. None means never, or unknown in a public swarm."""
         last, states = self.last, {peer.peer: self.state(peer.peer) for peer in self.peers}
         return {
@@ -175,7 +175,7 @@ class OwnersView:
         seen = client.seen() if client else []
         admitted: Iterable[AdmittedPeer] = seen
         if book is not None and swarm.file is not None and book.path.is_file():
-            noted = await asyncio.to_thread(note_members, swarm.file, [peer for peer in seen if peer.invite])
+            noted = await asyncio.to_thread(record_members, swarm.file, [peer for peer in seen if peer.invite])
             admitted = [*noted, *(peer for peer in seen if not peer.invite)]
         listed = newest_list(
             swarm, [swarm.revocations, book.revocations if book else b"", client.revocations if client else b""]
@@ -201,26 +201,26 @@ class OwnersView:
         uses = {**users, **(client.uses() if client else {})}
         return cls(swarm, book, members, uses, revocations, client is not None)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the view in the format of `swarmnode members --json`."""
         return {
             "swarm": self.swarm.id.hex(),
             "name": self.swarm.name,
             "membership": PRIVATE if self.swarm.private else OPEN,
             "online": self.is_online,
-            "members": [member.told() for member in self.members],
+            "members": [member.to_json() for member in self.members],
             "uses": dict(self.uses),
             "revocations": {
                 "number": self.revocations.number,
                 "peers": len(self.revocations.peers),
                 "invites": [invite.hex() for invite in self.revocations.invites],
             },
-            "invites": [self._told_invite(guest) for guest in (self.book.guests if self.book else ())],
+            "invites": [self._invite_json(guest) for guest in (self.book.guests if self.book else ())],
         }
 
-    def _told_invite(self, guest: IssuedInvite) -> dict[str, Any]:
+    def _invite_json(self, guest: IssuedInvite) -> dict[str, Any]:
         return {
-            **guest.told(),
+            **guest.terms(),
             "issued_at": guest.issued_at,
             "used": self.uses.get(guest.invite, 0),
             "note": guest.note,
@@ -280,7 +280,7 @@ class Revocation:
     homes: tuple[bytes, ...] = ()
     invites: tuple[bytes, ...] = ()
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return it for people and scripts."""
         return {"name": self.name, "peers": list(self.peers), "invites": [invite.hex() for invite in self.invites]}
 

@@ -75,9 +75,9 @@ class RemoteEncoder:
         `most_tokens` cuts a longer text, but keeps the special tokens at its end; -1 is the model's limit, None cuts nothing.
         Raises UsageError for impossible ids, and ContextTooLong for more tokens than the model takes.
         """
-        given = not isinstance(text, str)
+        is_ids = not isinstance(text, str)
         if isinstance(text, str):
-            tokenizer = self._known_tokenizer()
+            tokenizer = self._require_tokenizer()
             if most_tokens is None:
                 self._limits.check_text(len(text))
             elif self._limits.positions is not None:  # all that can count; the rest of a huge text would take seconds
@@ -86,7 +86,7 @@ class RemoteEncoder:
         if most_tokens is not None:
             text = await self._shortened(text, most_tokens)
         ids = self._limits.ids(text)
-        if given and self._tokenizer is not None and (unused := self._tokenizer.unused(ids)) is not None:
+        if is_ids and self._tokenizer is not None and (unused := self._tokenizer.unused(ids)) is not None:
             raise UsageError(
                 f"token id {unused} stands for nothing in the model's "
                 f"vocabulary, so these are {FOREIGN}; use the model's tokenizer"
@@ -98,7 +98,7 @@ class RemoteEncoder:
 
         Raises UsageError if the model needs segment ids, and ContextTooLong if `first` alone is too long.
         """
-        tokenizer, positions = self._known_tokenizer(), self._limits.positions
+        tokenizer, positions = self._require_tokenizer(), self._limits.positions
         if isinstance(tokenizer, ByteTokenizer):
             raise UsageError(
                 "this swarm's model reads bytes: it cannot rank documents; choose a swarm of a cross-encoder"
@@ -111,7 +111,7 @@ class RemoteEncoder:
             )
         return self._checked(self._limits.ids(ids))
 
-    def _known_tokenizer(self) -> Tokenizer | ByteTokenizer:
+    def _require_tokenizer(self) -> Tokenizer | ByteTokenizer:
         if self._tokenizer is None:
             raise UsageError("this swarm's checkpoint has no tokenizer: send token ids instead of text")
         return self._tokenizer
@@ -291,7 +291,7 @@ class ModelClient(SwarmObserver):
             return self._router(span, ring=False)
 
         def served(peer: PeerId, work: bytes, unit_samples: int) -> None:
-            self._receipts.note(peer, work, served=unit_samples)
+            self._receipts.record(peer, work, served=unit_samples)
 
         config = self.config
         return RemoteModule(
@@ -314,9 +314,9 @@ class ModelClient(SwarmObserver):
         return await self._files.limits()
 
     @property
-    def known_positions(self) -> int | None:
+    def cached_positions(self) -> int | None:
         """Number of positions that a text may have, as far as known; None if there is no limit or it is not known yet."""
-        return self._files.known_positions
+        return self._files.cached_positions
 
     async def stop_ids(self, adapter: str = "") -> tuple[int, ...]:
         """Return the ids of the tokens that end a text; empty if none are known. With an `adapter` that has a chat template of its
@@ -333,6 +333,6 @@ class ModelClient(SwarmObserver):
         return await self._files.generation_defaults()
 
     @property
-    def known_defaults(self) -> dict[str, float | int] | None:
+    def cached_defaults(self) -> dict[str, float | int] | None:
         """Result of `generation_defaults`, as far as known without asking a peer; None if it is not known yet."""
-        return self._files.known_defaults
+        return self._files.cached_defaults

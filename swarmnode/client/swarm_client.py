@@ -86,7 +86,7 @@ class SwarmClient(ModelClient):
         self.auditor.replays.with_adapter = self.adapters.with_adapter
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
         if config.audit_share > 0:
-            self.auditor.on_found = self.reports.tell
+            self.auditor.on_false_work = self.reports.tell
             self.reports.start()
 
     @classmethod
@@ -152,7 +152,7 @@ class SwarmClient(ModelClient):
     def status(self) -> dict[str, Any]:
         """Return the status of SwarmObserver, with the number of positions of a text as `max_model_len` (None without a known
         limit)."""
-        return {**super().status(), "max_model_len": self.known_positions}
+        return {**super().status(), "max_model_len": self.cached_positions}
 
     def why(self, about: str = "") -> dict[str, Any]:
         """Return facts and decisions about a peer, a layer or a session.
@@ -230,7 +230,7 @@ class SwarmClient(ModelClient):
         ring = RingStream(
             self._new_session(router, spec, config),
             options,
-            audit=self.auditor.take,
+            audit=self.auditor.sample,
             beginnings=self._beginnings if kept_for is not None else None,
             owner=kept_for or "",
         )

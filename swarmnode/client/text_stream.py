@@ -28,18 +28,18 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.found: str | None = None  # the stop string that ended the text
+        self.matched: str | None = None  # the stop string that ended the text
         self.rest = ""  # the text after it in the same piece
 
     def push(self, text: str) -> str:
         """Return the text that certainly precedes any stop string, after `text` was added; empty once one was found."""
-        if self.found is not None:
+        if self.matched is not None:
             return ""
         held = self._held + text
         ends = [(begin + len(stop), begin) for stop in self._stops if (begin := held.find(stop)) >= 0]
         if ends:  # the one that is complete first, so that the length of a piece does not matter
             end, begin = min(ends)
-            self.found, self.rest, self._held = held[begin:end], held[end:], ""
+            self.matched, self.rest, self._held = held[begin:end], held[end:], ""
             return held[:begin]
         kept = max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - kept :]
@@ -86,7 +86,7 @@ class TextStream:
     @property
     def rest(self) -> str:
         """The text that is in no piece yet: a possible stop string, or a part of a character."""
-        if self._text is None or self._stops.found is not None:
+        if self._text is None or self._stops.matched is not None:
             return ""
         return self._stops.held + self._text.rest
 
@@ -101,7 +101,7 @@ class TextStream:
         return self._ring.result
 
     async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
-        told = ""
+        emitted = ""
         async with (
             _entered(self._running, self.result),
             contextlib.aclosing(aiter(self._ring)) as tokens,  # a reader that stops frees the session at once
@@ -114,11 +114,11 @@ class TextStream:
                     yield GeneratedText(token, None, logprobs)
                     continue
                 piece = self._stops.push(self._text.push(token))
-                told += piece
-                self.result.text = told + self.rest
-                self.result.whole = self._stops.found is not None
+                emitted += piece
+                self.result.text = emitted + self.rest
+                self.result.whole = self._stops.matched is not None
                 yield GeneratedText(token, piece, logprobs)
-                if self._stops.found is not None:
+                if self._stops.matched is not None:
                     return
 
 

@@ -432,19 +432,19 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer | ByteTokenizer, *, special_tokens: bool = False) -> None:
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
-        self._told: list[int] = []  # the tokens of the last piece
-        self._told_text = ""  # and their text by themselves
+        self._emitted: list[int] = []  # the tokens of the last piece
+        self._emitted_text = ""  # and their text by themselves
         self._open: list[int] = []  # tokens that no piece contains yet
         self.rest = ""
 
     def push(self, token: int) -> str:
         """Add a token and return the text that it completes; empty if it ends within a character."""
         self._open.append(token)
-        self.rest = self._decode(self._told + self._open)[len(self._told_text) :]
+        self.rest = self._decode(self._emitted + self._open)[len(self._emitted_text) :]
         if not self.rest or self.rest.endswith(UNFINISHED):
             return ""
-        self._told, self._open = self._open, []
-        self._told_text = self._decode(self._told)
+        self._emitted, self._open = self._open, []
+        self._emitted_text = self._decode(self._emitted)
         piece, self.rest = self.rest, ""
         return piece
 

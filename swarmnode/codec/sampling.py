@@ -107,11 +107,12 @@ class Sampling(Body, frozen=True):
         penalises = self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalises or self.grammar is not None
 
-    def text_length(self, known: int) -> int:
-        """Return the number of token ids in the payload of an OPEN, if the client has the outputs of positions below `known`."""
+    def text_length(self, received_end: int) -> int:
+        """Return the number of token ids in the payload of an OPEN of a client that has the outputs below
+        `received_end`."""
         if not self.counts_tokens:
             return 0
-        return self.prompt_length * self.counts_prompt + max(0, known - self.prompt_length)
+        return self.prompt_length * self.counts_prompt + max(0, received_end - self.prompt_length)
 
     def check(self) -> None:
         ids = [token for token, _ in self.logit_bias]

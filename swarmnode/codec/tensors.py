@@ -148,9 +148,9 @@ def topk_mask_bytes(count: int) -> int:
     return -(-count // 8)
 
 
-def topk_index_bytes(count: int, kept: int) -> int:
+def topk_index_bytes(count: int, selected: int) -> int:
     """Return the bytes of short indices: the number of kept elements per block of 65,536, then a 16-bit index for each."""
-    return TOPK_COUNT_BYTES * -(-count // TOPK_BLOCK) + TOPK_INDEX_BYTES * kept
+    return TOPK_COUNT_BYTES * -(-count // TOPK_BLOCK) + TOPK_INDEX_BYTES * selected
 
 
 def codec_named(compression: str) -> Codec:

@@ -45,7 +45,7 @@ from swarmnode.compress.blockwise import (
     magnitudes,
     write_scales,
 )
-from swarmnode.compress.topk import decode_topk, decode_topk2, encode_topk, encode_topk2, keep_largest
+from swarmnode.compress.topk import decode_topk, decode_topk2, encode_topk, encode_topk2, largest_only
 from swarmnode.errors import ProtocolError
 
 __all__ = ["Buffer", "decode", "decode_in_place", "encode", "encode_in_place", "payload_bytes", "to_buffer"]
@@ -194,12 +194,12 @@ def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
     return tuple(TensorInfo(Codec.NONE, DTYPE_OF[value.dtype], tuple(value.shape)) for value in values)
 
 
-def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
+def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, topk_share: float = 1.0) -> Encoded:
     """Return descriptors and payloads of the values. Only floats of two or more dimensions are compressed: integers are token
     ids or labels, and vectors are small sums. Values beyond float16's range are not sent as FP16: the receiver would blame the
-    sender for infinity. `keep` is the share of elements that top-k keeps."""
+    sender for infinity. `topk_share` is the share of elements that top-k keeps."""
     encoded = [
-        encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
+        encode(value, codec, param=round(topk_share * value.numel()) if codec == Codec.TOPK else 0)
         if value.is_floating_point()
         and value.dim() > 1
         and not (codec == Codec.FP16 and LARGEST_IN_FP16 < largest_of(value) < math.inf)
@@ -244,7 +244,7 @@ def as_decoded(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Te
 
 def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:
     if info.codec == Codec.TOPK:  # its encoder takes a sample, and could keep a few more or less the second time
-        return keep_largest(value.reshape(-1), info.param).view(value.shape)
+        return largest_only(value.reshape(-1), info.param).view(value.shape)
     return decode(*encode(value, Codec(info.codec)))
 
 

@@ -36,27 +36,27 @@ _SPREAD_BYTES = 0x0101010101010101  # times a byte: eight copies of it
 _BIT_OF_BYTE = -0x7FBFDFEFF7FBFDFF  # byte i keeps bit i
 
 
-def encode_topk(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
-    """Return the payload uint8_M on x's device and the number of elements in it: about `keep`, at least one. NaN counts as
+def encode_topk(x_N: Tensor, target: int) -> tuple[Tensor, int]:
+    """Return the payload uint8_M on x's device and the number of elements in it: about `target`, at least one. NaN counts as
     largest."""
-    mask_N = select(x_N, min(max(keep, 1), x_N.numel()))
+    mask_N = select(x_N, min(max(target, 1), x_N.numel()))
     positions_K = positions_of(mask_N)
     kept = positions_K.numel()
     values_K = x_N[positions_K].to(_half(x_N.dtype)).view(torch.uint8)
     return torch.cat((values_K, *_write_positions(mask_N, positions_K))), kept
 
 
-def keep_largest(x_N: Tensor, kept: int) -> Tensor:
-    """Return x_N as decoded after exactly its `kept` largest elements were sent."""
-    places_K = x_N.abs().topk(min(max(kept, 1), x_N.numel()), sorted=False).indices
+def largest_only(x_N: Tensor, selected: int) -> Tensor:
+    """Return x_N as decoded after exactly its `selected` largest elements were sent."""
+    places_K = x_N.abs().topk(min(max(selected, 1), x_N.numel()), sorted=False).indices
     values_K = x_N[places_K].to(_half(x_N.dtype)).to(x_N.dtype)
     return torch.zeros_like(x_N).index_copy_(0, places_K, values_K)
 
 
-def decode_topk(payload_M: Tensor, count: int, kept: int, dtype: torch.dtype) -> Tensor:
+def decode_topk(payload_M: Tensor, count: int, selected: int, dtype: torch.dtype) -> Tensor:
     """Return x_N of `dtype`, zero for elements that were not kept. Raises ProtocolError on bad positions."""
-    split = TOPK_VALUE_BYTES * kept
-    positions_K = _read_positions(payload_M[split:], count, kept)
+    split = TOPK_VALUE_BYTES * selected
+    positions_K = _read_positions(payload_M[split:], count, selected)
     x_N = torch.zeros(count, dtype=dtype, device=payload_M.device)
     return x_N.index_copy_(0, positions_K, payload_M[:split].view(_half(dtype)).to(dtype))
 
@@ -65,26 +65,26 @@ def _half(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
-def select(x_N: Tensor, keep: int) -> Tensor:
-    """Return bool_N: about `keep` elements of largest magnitude. The test "not below the threshold" lets NaN pass, "above" would
+def select(x_N: Tensor, target: int) -> Tensor:
+    """Return bool_N: about `target` elements of largest magnitude. The test "not below the threshold" lets NaN pass, "above" would
     not."""
     mask_N = torch.zeros(x_N.numel(), dtype=torch.bool, device=x_N.device)
     if x_N.numel() > SAMPLES:
-        threshold = _sampled_threshold(x_N, keep)
+        threshold = _sampled_threshold(x_N, target)
         in_pieces(
             lambda x, mask: torch.lt(x.abs(), threshold, out=mask).logical_not_(), x_N.view(-1, 1), mask_N.view(-1, 1)
         )
-        if abs(int(mask_N.count_nonzero()) - keep) <= TOLERANCE * keep:
+        if abs(int(mask_N.count_nonzero()) - target) <= TOLERANCE * target:
             return mask_N
         mask_N.zero_()
-    mask_N[x_N.abs().topk(keep, sorted=False).indices] = True
+    mask_N[x_N.abs().topk(target, sorted=False).indices] = True
     return mask_N
 
 
-def _sampled_threshold(x_N: Tensor, keep: int) -> Tensor:
+def _sampled_threshold(x_N: Tensor, target: int) -> Tensor:
     """Return the magnitude that a fraction keep / N of a sample reaches, in x's dtype; NaN counts as the largest."""
     sample_S = x_N[:: x_N.numel() // SAMPLES | 1].abs()  # an odd stride visits every column if they are a power of two
-    rank = round(sample_S.numel() * (1 - keep / x_N.numel()))
+    rank = round(sample_S.numel() * (1 - target / x_N.numel()))
     return sample_S.kthvalue(min(rank + 1, sample_S.numel())).values
 
 
@@ -106,14 +106,16 @@ def _write_positions(mask_N: Tensor, positions_K: Tensor) -> list[Tensor]:
     return [positions_K.to(torch.int16).view(torch.uint8), counts_B.view(torch.uint8)]
 
 
-def _read_positions(payload_M: Tensor, count: int, kept: int) -> Tensor:
-    if topk_mask_bytes(count) <= topk_index_bytes(count, kept):
+def _read_positions(payload_M: Tensor, count: int, selected: int) -> Tensor:
+    if topk_mask_bytes(count) <= topk_index_bytes(count, selected):
         spread_Q = payload_M.to(torch.int64).mul_(_SPREAD_BYTES).bitwise_and_(_BIT_OF_BYTE)
         positions_K = positions_of(spread_Q.view(torch.uint8) != 0)
-        if positions_K.numel() != kept or (kept and int(positions_K[-1]) >= count):
-            raise ProtocolError(f"a bitmask over {count} elements holds {positions_K.numel()} bits instead of {kept}")
+        if positions_K.numel() != selected or (selected and int(positions_K[-1]) >= count):
+            raise ProtocolError(
+                f"a bitmask over {count} elements holds {positions_K.numel()} bits instead of {selected}"
+            )
         return positions_K
-    split = TOPK_INDEX_BYTES * kept
+    split = TOPK_INDEX_BYTES * selected
     counts_B = payload_M[split:].view(torch.int32).to(torch.int64)
     indices_K = payload_M[:split].view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
     return positions_in_blocks(indices_K, counts_B, TOPK_BLOCK, count)
@@ -133,10 +135,10 @@ def positions_in_blocks(indices_K: Tensor, counts_B: Tensor, block: int, count: 
     return positions_K
 
 
-def encode_topk2(x_N: Tensor, keep: int) -> tuple[Tensor, int]:
-    """Return the payload uint8_M on x's device and the number of elements in it: about `keep`, at least one. NaN counts as
+def encode_topk2(x_N: Tensor, target: int) -> tuple[Tensor, int]:
+    """Return the payload uint8_M on x's device and the number of elements in it: about `target`, at least one. NaN counts as
     largest."""
-    mask_BW = rows_of(select(x_N, min(max(keep, 1), x_N.numel())).view(torch.uint8), TOPK2_BLOCK).view(torch.bool)
+    mask_BW = rows_of(select(x_N, min(max(target, 1), x_N.numel())).view(torch.uint8), TOPK2_BLOCK).view(torch.bool)
     counts_B = mask_BW.sum(1)
     full_B = counts_B > MOST_OF_BLOCK
     if bool(full_B.any()):
@@ -179,14 +181,14 @@ def _pack(codes_K: Tensor) -> Tensor:
     return codes_QF[:, 0] | codes_QF[:, 1] << 2 | codes_QF[:, 2] << 4 | codes_QF[:, 3] << 6
 
 
-def decode_topk2(payload_M: Tensor, count: int, kept: int, dtype: torch.dtype) -> Tensor:
+def decode_topk2(payload_M: Tensor, count: int, selected: int, dtype: torch.dtype) -> Tensor:
     """Return x_N of `dtype`, zero for elements that were not kept. Raises ProtocolError on bad positions."""
     chunks, blocks = -(-count // TOPK2_CHUNK), -(-count // TOPK2_BLOCK)
-    sizes = (LEVELS * TOPK2_LEVEL_BYTES * chunks, -(-kept // CODES_PER_BYTE), kept, blocks)
+    sizes = (LEVELS * TOPK2_LEVEL_BYTES * chunks, -(-selected // CODES_PER_BYTE), selected, blocks)
     levels_M, packed_Q, indices_K, counts_B = payload_M.split_with_sizes(sizes)
     positions_K = positions_in_blocks(indices_K.to(torch.int64), counts_B.to(torch.int64), TOPK2_BLOCK, count)
     shifts_F = torch.arange(0, 8, 2, device=payload_M.device, dtype=torch.uint8)
-    codes_K = (packed_Q[:, None] >> shifts_F).view(-1)[:kept].bitwise_and_(NEGATIVE | LARGE)
+    codes_K = (packed_Q[:, None] >> shifts_F).view(-1)[:selected].bitwise_and_(NEGATIVE | LARGE)
     levels_CL = levels_M.contiguous().view(torch.bfloat16).float().view(chunks, LEVELS)
     values_K = levels_CL[positions_K // TOPK2_CHUNK, (codes_K // LARGE).long()]
     values_K = torch.where(codes_K % LARGE == NEGATIVE, -values_K, values_K)

@@ -153,7 +153,7 @@ class WorkItem(ABC):
 class WorkSource(Protocol):
     """Queue of work that chooses its next item only when its turn comes.
 
-    The thread calls `put` and `take`, one at a time. The loop calls `abandon`, after the thread has ended or hangs.
+    The thread calls `put` and `next_item`, one at a time. The loop calls `abandon`, after the thread has ended or hangs.
     """
 
     def put(self, item: Any) -> None:
@@ -163,7 +163,7 @@ class WorkSource(Protocol):
             BaseException: Any error that escapes ends the executor.
         """
 
-    def take(self) -> WorkItem | None:
+    def next_item(self) -> WorkItem | None:
         """Return the next item to run, or None if nothing waits. The executor asks its sources in turn.
 
         Raises:
@@ -234,7 +234,7 @@ class _Calls:
     def put(self, call: Call[Any]) -> None:
         heapq.heappush(self._heap, (call.urgency, next(self._numbers), call))
 
-    def take(self, least: Urgency = Urgency.FORWARD) -> WorkItem | None:
+    def next_item(self, least: Urgency = Urgency.FORWARD) -> WorkItem | None:
         """Return the next call that is at least as urgent as `least`; None if there is none."""
         return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= least else None
 
@@ -430,12 +430,12 @@ class Executor:
 
     def _next(self) -> WorkItem | None:
         """Return the next item: control calls, then the sources in turn, then idle calls; None if nothing waits."""
-        control = self._calls.take(Urgency.CONTROL)
+        control = self._calls.next_item(Urgency.CONTROL)
         if control is not None:
             return control
         for source in tuple(self._sources):
-            if (item := source.take()) is not None:
+            if (item := source.next_item()) is not None:
                 self._sources.remove(source)
                 self._sources.append(source)
                 return item
-        return self._calls.take(Urgency.IDLE)
+        return self._calls.next_item(Urgency.IDLE)

@@ -74,13 +74,13 @@ def folder_credits(folder: Path) -> list[WorkerCredit]:
     return _credits(read_receipts(folder, None, verify))
 
 
-def summary(one: WorkerCredit) -> dict[str, Any]:
+def summary(entry: WorkerCredit) -> dict[str, Any]:
     """Return the credit as JSON values for scripts, in layers times tokens: `signed` is all that clients signed for,
     `credit` the part that counts."""
-    credit = one.credit
+    credit = entry.credit
     return {
-        "swarm": one.swarm.hex(),
-        "worker": one.worker,
+        "swarm": entry.swarm.hex(),
+        "worker": entry.worker,
         "served": credit.served,
         "trained": credit.trained,
         "signed": credit.signed,
@@ -291,7 +291,7 @@ class ReceiptKeeper:
                         "its receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
                     )
                 self._completed.confirm(question.work, more, receipt.client)
-                await asyncio.to_thread(self._folder.keep, receipt, question.receipt)
+                await asyncio.to_thread(self._folder.store, receipt, question.receipt)
             except ProtocolError as error:
                 log.info("receipt refused: %s", error)
                 self._counts["refused"] += 1
@@ -328,7 +328,7 @@ class ReceiptIssuer:
         waiting = sum(len(batch.waiting) for batch in self._batches.values())
         return f"<ReceiptIssuer for {len(self._batches)} peers, {waiting} ids wait>"
 
-    def note(self, peer: PeerId, work: bytes, *, served: int = 0, trained: int = 0) -> None:
+    def record(self, peer: PeerId, work: bytes, *, served: int = 0, trained: int = 0) -> None:
         """Record that `peer` did work under the id `work`, in layers times tokens, and issue a receipt for it in the
         background.
 
@@ -347,7 +347,7 @@ class ReceiptIssuer:
     def served(self, work: ServedWork) -> None:
         """Record the work of a session that has ended."""
         for (peer, session), unit_tokens in work.by_peer_and_session():
-            self.note(peer, session, served=unit_tokens)
+            self.record(peer, session, served=unit_tokens)
 
     async def close(self) -> None:
         """Sign the remaining receipts, for at most LEAVE_S, and stop."""

@@ -357,7 +357,7 @@ class ChatRenderer:
         return self._shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
 
     @functools.cached_property
-    def takes_parts(self) -> bool:
+    def needs_parts(self) -> bool:
         """Whether the template shows texts only in a list of parts, as some of models for pictures do. Raises CheckpointError if it
         takes a message and shows its text in neither form."""
         if self._shows(lambda text: ([{"role": USER, "content": text}], ())):
@@ -410,7 +410,7 @@ class ChatRenderer:
     ) -> bool:
         """Return whether the template shows a text in the messages and tools that `conversation` builds around it; False if the
         template cannot be used."""
-        parts = "takes_parts" in self.__dict__ and self.takes_parts  # it is tried first, by texts as they are
+        parts = "needs_parts" in self.__dict__ and self.needs_parts  # it is tried first, by texts as they are
         try:
             told = (conversation(text) for text in TRIALS)
             first, second = (
@@ -448,7 +448,7 @@ class ChatRenderer:
     def placed(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role, or all
         texts."""
-        turns, offered, parts = list(messages), list(tools), self.takes_parts
+        turns, offered, parts = list(messages), list(tools), self.needs_parts
         self._check_roles(turns)
         calls = any(turn["role"] == TOOL or turn.get("tool_calls") for turn in turns)
         if (offered or calls) and not (self.shows_tools and self.shows_calls(with_tools=bool(offered))):
@@ -491,7 +491,7 @@ def in_parts(turns: Iterable[Message]) -> list[Message]:
 def without_system(turns: Sequence[Message]) -> list[Message]:
     """Return a conversation without system messages: their texts are put before the text of the next user message. If an answer
     comes first, they are put behind the user message before them, or become one."""
-    told: list[Message] = []
+    result: list[Message] = []
     waiting: list[str] = []
     for turn in [*turns, None]:
         if turn is not None and turn["role"] == SYSTEM:
@@ -499,19 +499,19 @@ def without_system(turns: Sequence[Message]) -> list[Message]:
             continue
         if waiting and turn is not None and turn["role"] == USER:
             turn = {**turn, "content": PARAGRAPH.join([*waiting, turn["content"]])}
-        elif waiting and told and told[-1]["role"] == USER:
-            told[-1] = {**told[-1], "content": PARAGRAPH.join([told[-1]["content"], *waiting])}
+        elif waiting and result and result[-1]["role"] == USER:
+            result[-1] = {**result[-1], "content": PARAGRAPH.join([result[-1]["content"], *waiting])}
         elif waiting:
-            told.append({"role": USER, "content": PARAGRAPH.join(waiting)})
+            result.append({"role": USER, "content": PARAGRAPH.join(waiting)})
         waiting = []
-        told += [] if turn is None else [turn]
-    return told
+        result += [] if turn is None else [turn]
+    return result
 
 
 def with_calls_as_text(turns: Sequence[Message]) -> list[Message]:
     """Return the conversation with tool calls written into the assistant's texts and their results into user messages. Consecutive
     results, and the user's message after them, become one message."""
-    told: list[Message] = []
+    result: list[Message] = []
     answered = False  # the last message holds results
     for turn in turns:
         is_result = turn["role"] == TOOL
@@ -524,11 +524,11 @@ def with_calls_as_text(turns: Sequence[Message]) -> list[Message]:
             kept = {key: value for key, value in turn.items() if key != "tool_calls"}
             turn = {**kept, "content": "\n".join(filter(None, [turn["content"], *written]))}
         if answered and turn["role"] == USER:
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{turn['content']}"}
+            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{turn['content']}"}
         else:
-            told.append(turn)
+            result.append(turn)
         answered = is_result
-    return told
+    return result
 
 
 def with_system(turns: Sequence[Message], text: str) -> list[Message]:

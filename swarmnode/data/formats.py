@@ -71,18 +71,18 @@ USED = {*SYSTEMS, *TOOLS, "chat_template_kwargs", "parallel_tool_calls"}
 ONES = (None, 1, "1", "1.0", "true", "True")  # weights of a record that change nothing, also as text of a table's cell
 
 
-class ToldConversation(NamedTuple):
+class RecordConversation(NamedTuple):
     """Conversation of a record, in the format of chat templates. `counts` says for each message whether it is learnt; of a
-    conversational pair, `told` is the number of messages of the prompt, else None."""
+    conversational pair, `prompt_messages` is the number of messages of the prompt, else None."""
 
     messages: list[Message]
     counts: list[bool]
     tools: list[Message]
     variables: dict[str, Any]
-    told: int | None = None
+    prompt_messages: int | None = None
 
 
-class ToldPair(NamedTuple):
+class RecordPair(NamedTuple):
     """Prompt and completion of a record, as texts."""
 
     prompt: str
@@ -90,7 +90,7 @@ class ToldPair(NamedTuple):
 
 
 NO_MESSAGES = f'messages are a list of 1 to {MAX_MESSAGES} objects with "role" and "content"; correct it'
-Told = Union[ToldConversation, ToldPair, str]
+RecordContent = Union[RecordConversation, RecordPair, str]
 
 
 def kind_of(fields: Mapping[str, Any]) -> Kind:
@@ -116,7 +116,7 @@ def kind_of(fields: Mapping[str, Any]) -> Kind:
     )
 
 
-def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) -> Told:
+def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) -> RecordContent:
     """Return the sample of a record of that kind, and add the names of fields without a meaning here to `passed_over`.
 
     Raises UsageError if a field has a meaning that cannot be honoured, or a wrong value.
@@ -125,11 +125,11 @@ def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) ->
     if kind == TEXT:
         passed_over |= fields.keys() - kind
         return _text(fields, "text")
-    if kind != PAIR or any(_told_messages(fields[name]) for name in kind):
+    if kind != PAIR or any(_holds_messages(fields[name]) for name in kind):
         return _conversation(fields, kind, passed_over)
     _refuse(fields, dict.fromkeys(("tools", "functions", "system"), "it needs a list of messages as prompt"))
     passed_over |= fields.keys() - kind - USED - {*COUNTING}
-    return ToldPair(_text(fields, "prompt"), _text(fields, "completion"))
+    return RecordPair(_text(fields, "prompt"), _text(fields, "completion"))
 
 
 def _check_record(fields: Mapping[str, Any], kind: Kind) -> None:
@@ -147,16 +147,16 @@ def _check_record(fields: Mapping[str, Any], kind: Kind) -> None:
     _refuse(fields, dict.fromkeys(("tool_choice", "function_call"), forced), (None, "auto", "none"))
 
 
-def _conversation(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) -> ToldConversation:
+def _conversation(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) -> RecordConversation:
     """Return the conversation of a record of messages, of a conversational pair or of Alpaca's kind. Adds to `passed_over` and
     raises as `read_fields` does."""
-    used, told = kind, None
+    used, prompt_messages = kind, None
     if kind == ALPACA:
         used = kind | {"input", "history"}
         said = _alpaca(fields)
     elif kind == PAIR:
         prompt, completion = _listed(fields["prompt"], USER), _listed(fields["completion"], ASSISTANT)
-        said, told = [*prompt, *completion], len(prompt)
+        said, prompt_messages = [*prompt, *completion], len(prompt)
     else:
         (name,) = kind
         said = _listed(fields[name])
@@ -165,28 +165,28 @@ def _conversation(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) 
         ):
             raise UsageError(f"its list {name!r} holds records, not messages; save that list alone, as JSON lines")
         _refuse(fields, {"history": "it belongs to instruction and output; write it as messages"})
-    system = _one(fields, SYSTEMS)
+    system = _only_value(fields, SYSTEMS)
     if system:
         said = [{"role": SYSTEM, "content": system}, *said]
-        told = None if told is None else told + 1
+        prompt_messages = None if prompt_messages is None else prompt_messages + 1
     if not 0 < len(said) <= MAX_MESSAGES:
         raise UsageError(NO_MESSAGES)
     passed_over |= fields.keys() - used - USED - {*COUNTING}
     messages, counts = _messages(said, passed_over, first=0 if system else 1)
     if system and any(message["role"] == SYSTEM for message in messages[1:]):
         raise UsageError("has a system text in the record and in its messages; keep one of them")
-    if told is not None:
-        answers = [place for place in range(told, len(messages)) if messages[place]["role"] == ASSISTANT]
-        if answers[:1] != [told]:
+    if prompt_messages is not None:
+        answers = [place for place in range(prompt_messages, len(messages)) if messages[place]["role"] == ASSISTANT]
+        if answers[:1] != [prompt_messages]:
             raise UsageError('its "completion" does not begin with an answer; put other messages into the prompt')
         if not all(counts[place] for place in answers):
             raise UsageError('an answer of its "completion" does not count; write the record as "messages"')
-        counts = [place >= told for place in range(len(counts))]
+        counts = [place >= prompt_messages for place in range(len(counts))]
     tools = [chat_tool(_unfolded(tool, "tools")) for tool in _tools(fields)]
     variables = _unfolded(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
         raise UsageError('its "chat_template_kwargs" are not an object; correct it')
-    return ToldConversation(messages, counts, tools, variables, told)
+    return RecordConversation(messages, counts, tools, variables, prompt_messages)
 
 
 def _refuse(fields: Mapping[str, Any], reasons: Mapping[str, str], free: Sequence[Any] = FREE) -> None:
@@ -196,14 +196,16 @@ def _refuse(fields: Mapping[str, Any], reasons: Mapping[str, str], free: Sequenc
             raise UsageError(f'has "{name}": {reason}')
 
 
-def _refuse_spellings(fields: Mapping[str, Any], known: set[str]) -> None:
-    """Raise UsageError for a field whose name is one of `known` but for spaces and capital letters."""
-    for name in fields.keys() - known:
-        if (meant := name.strip().lower()) in known:
+def _refuse_spellings(fields: Mapping[str, Any], names: set[str]) -> None:
+    """Raise UsageError for a field whose name is one of `names` but for spaces and capital letters."""
+    for name in fields.keys() - names:
+        if (meant := name.strip().lower()) in names:
             raise UsageError(f"has {name!r}; write {meant!r}, or leave it out")
 
 
-def _one(fields: Mapping[str, Any], names: Sequence[str], read: Callable[[Any], Any] = lambda value: value) -> Any:
+def _only_value(
+    fields: Mapping[str, Any], names: Sequence[str], read: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """Return what `read` makes of a field that has several `names`; None if it is missing. An empty value counts only if there is
     no other. Raises UsageError if two values differ."""
     given = [read(fields[name]) for name in names if fields.get(name) is not None]
@@ -226,7 +228,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(value.get(name), str) for name in ROLE)
 
 
-def _told_messages(value: Any) -> bool:
+def _holds_messages(value: Any) -> bool:
     """Return whether a value is a list, or JSON text of a list of messages."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return isinstance(value, list)
@@ -255,7 +257,7 @@ def _unfolded(value: Any, name: str) -> Any:
 
 
 def _tools(fields: Mapping[str, Any]) -> list[Any]:
-    tools = _one(fields, TOOLS, lambda value: _unfolded(value or [], "tools")) or []
+    tools = _only_value(fields, TOOLS, lambda value: _unfolded(value or [], "tools")) or []
     if not isinstance(tools, list):
         raise UsageError('its "tools" are not a list of JSON schemas; correct it')
     return tools
@@ -263,7 +265,7 @@ def _tools(fields: Mapping[str, Any]) -> list[Any]:
 
 def _listed(value: Any, role: str = "") -> list[Any]:
     """Return a list of messages; with a `role`, a text alone is one message of that role if it is no JSON of messages."""
-    if role and isinstance(value, str) and not _told_messages(value):
+    if role and isinstance(value, str) and not _holds_messages(value):
         value = [{"role": role, "content": value}]
     listed = _unfolded(value, "messages")
     if isinstance(listed, dict):
@@ -292,29 +294,29 @@ def _alpaca(fields: Mapping[str, Any]) -> list[Any]:
 def _messages(said: Sequence[Any], passed_over: set[str], first: int) -> tuple[list[Message], list[bool]]:
     """Return messages in the format of chat templates, and which of them are learnt. Raises UsageError, with the number of the
     message, where the first one is number `first`, if one is damaged or has a field that cannot be honoured."""
-    given, counts = [], []
+    messages, counts = [], []
     for number, message in enumerate(said, first):
         try:
-            role = _one(message, ROLE, _role) if isinstance(message, dict) else None
+            role = _only_value(message, ROLE, _role) if isinstance(message, dict) else None
             if role is None:
                 raise UsageError(NO_MESSAGES)
             _refuse(message, REFUSED_OF_MESSAGE)
             _refuse_spellings(message, {*READ, *REFUSED_OF_MESSAGE})
             passed_over |= {f"{name} of messages" for name in message.keys() - READ}
-            content, calls = _one(message, CONTENT), _one(message, CALLS, _calls)
+            content, calls = _only_value(message, CONTENT), _only_value(message, CALLS, _calls)
             if any(str(message.get(name)).strip().lower() in CALLING for name in ROLE):
                 content, calls = None, _calls(content)
             if calls and role != ASSISTANT:
                 raise UsageError(f"has a call, but its role is {role}; only the assistant calls functions")
-            _one(message, REASONING_FIELDS)
+            _only_value(message, REASONING_FIELDS)
             answered = message.get("tool_call_id")
             plain = {**message, "role": role, "content": content, "tool_calls": calls, "tool_call_id": None}
             counts.append(_counts(message, role == ASSISTANT))
             (read,) = chat_messages([plain])
-            given.append(read if answered is None else {**read, "tool_call_id": str(answered)})
+            messages.append(read if answered is None else {**read, "tool_call_id": str(answered)})
         except UsageError as error:
             raise UsageError(f"{f'message {number}' if number else 'its system text'}: {error}") from None
-    return chat_messages(given), counts
+    return chat_messages(messages), counts
 
 
 def _calls(value: Any) -> list[Any]:

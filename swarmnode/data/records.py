@@ -197,9 +197,9 @@ def _table_records(path: Path) -> Iterator[DataRecord]:
             if not first:
                 return
             names, mark = _columns(first)
-            kept = next((kind for kind in KINDS if kind <= set(names)), None)
+            sample_kind = next((kind for kind in KINDS if kind <= set(names)), None)
             named = [name for name in names if name]
-            if kept is None or len(set(named)) < len(named):
+            if sample_kind is None or len(set(named)) < len(named):
                 told = ", ".join(sorted(map(repr, named)))
                 raise UsageError(
                     f'{path}: its columns are {told}; name them once, as in "prompt" and "completion", or "text"'
@@ -213,7 +213,7 @@ def _table_records(path: Path) -> Iterator[DataRecord]:
                     )
                 if cells:
                     row = zip(names, cells, strict=True)
-                    yield DataRecord(place, {name: cell for name, cell in row if cell or name in kept})
+                    yield DataRecord(place, {name: cell for name, cell in row if cell or name in sample_kind})
     except csv.Error as error:
         raise UsageError(
             f"{path} is damaged after line {number}: {error}; quote a cell that has a quotation mark, and double the mark"

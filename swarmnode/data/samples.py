@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from swarmnode.counting import common_beginning, counted
 from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer
-from swarmnode.data.formats import TEXT, Kind, ToldConversation, ToldPair, kind_of, read_fields
+from swarmnode.data.formats import TEXT, Kind, RecordConversation, RecordPair, kind_of, read_fields
 from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
 
@@ -94,18 +94,18 @@ def read_samples(
             )
         try:
             told = read_fields(record.fields, kind, notes.passed_over)
-            found = (
+            samples = (
                 conversation(told, tokenizer, loss)
-                if isinstance(told, ToldConversation)
+                if isinstance(told, RecordConversation)
                 else [_plain(told, tokenizer, loss)]
             )
         except (CheckpointError, UsageError) as error:
             raise UsageError(f"{record.place}: {error}") from None
-        if not any(any(sample.counts[1:]) for sample in found):
+        if not any(any(sample.counts[1:]) for sample in samples):
             raise UsageError(
                 f"{record.place}: no token in it counts as a label; leave the record out, or give --loss all"
             )
-        yield from found
+        yield from samples
 
 
 def sample_kind_of(record: DataRecord) -> Kind:
@@ -204,7 +204,7 @@ def _named(kind: Iterable[str]) -> str:
     return " and ".join(sorted(kind))
 
 
-def conversation(told: ToldConversation, tokenizer: SampleTokenizer, loss: LearntTokens) -> list[TokenSample]:
+def conversation(content: RecordConversation, tokenizer: SampleTokenizer, loss: LearntTokens) -> list[TokenSample]:
     """Return the samples of a conversation.
 
     Answers are found by the template's own marks. Without marks they are the tokens that an answer adds to the conversation
@@ -218,24 +218,24 @@ def conversation(told: ToldConversation, tokenizer: SampleTokenizer, loss: Learn
             'the model has no chat template, so messages cannot be written; give "prompt" and "completion" as texts'
         )
     renderer = tokenizer.renderer
-    answers = [place for place, message in enumerate(told.messages) if message["role"] == ASSISTANT]
-    learnt = [place for place in answers if told.counts[place]]
-    if any(REASONING in told.messages[place] for place in learnt) and renderer.reasoning_field is None:
+    answers = [place for place, message in enumerate(content.messages) if message["role"] == ASSISTANT]
+    learnt = [place for place in answers if content.counts[place]]
+    if any(REASONING in content.messages[place] for place in learnt) and renderer.reasoning_field is None:
         raise UsageError(
             "the chat template shows no reasoning of an answer; write it into the content, or leave the field out"
         )
-    whole = renderer.encode(told.messages, told.tools, told.variables, ChatEnding.CLOSED)
+    whole = renderer.encode(content.messages, content.tools, content.variables, ChatEnding.CLOSED)
     if loss is LearntTokens.ALL:
-        if told.told is None and learnt != answers:
+        if content.prompt_messages is None and learnt != answers:
             raise UsageError("an answer in it does not count, but --loss all makes every token count; choose one")
         return [TokenSample(whole, [True] * len(whole))]
-    if told.told is not None:
-        return [TokenSample(whole, _from(_answer_begins(told, told.told, whole, tokenizer), whole))]
+    if content.prompt_messages is not None:
+        return [TokenSample(whole, _from(_answer_begins(content, content.prompt_messages, whole, tokenizer), whole))]
     if learnt == answers:
-        marked = tokenizer.marked_answers(*renderer.placed(told.messages, told.tools), told.variables)
+        marked = tokenizer.marked_answers(*renderer.placed(content.messages, content.tools), content.variables)
         if marked is not None:
             return [TokenSample(*marked)]
-    apart = [_answer(told, place, tokenizer) for place in learnt]
+    apart = [_answer(content, place, tokenizer) for place in learnt]
     if not all(whole[: len(sample.tokens)] == sample.tokens for sample in apart):
         return apart
     counts = [False] * len(whole)
@@ -245,18 +245,20 @@ def conversation(told: ToldConversation, tokenizer: SampleTokenizer, loss: Learn
     return [TokenSample(whole, counts)]
 
 
-def _answer(told: ToldConversation, place: int, tokenizer: SampleTokenizer) -> TokenSample:
+def _answer(content: RecordConversation, place: int, tokenizer: SampleTokenizer) -> TokenSample:
     """Return the sample of the messages up to the answer at `place`, which alone is learnt."""
-    until, renderer = told.messages[: place + 1], tokenizer.renderer
-    marked = tokenizer.marked_answers(*renderer.placed(until, told.tools), told.variables)
-    tokens = renderer.encode(until, told.tools, told.variables, ChatEnding.CLOSED) if marked is None else marked[0]
-    after = _from(_answer_begins(told, place, tokens, tokenizer), tokens)
+    until, renderer = content.messages[: place + 1], tokenizer.renderer
+    marked = tokenizer.marked_answers(*renderer.placed(until, content.tools), content.variables)
+    tokens = (
+        renderer.encode(until, content.tools, content.variables, ChatEnding.CLOSED) if marked is None else marked[0]
+    )
+    after = _from(_answer_begins(content, place, tokens, tokenizer), tokens)
     if marked is not None:
         after = [does and mark for does, mark in zip(after, marked[1], strict=True)]
     return TokenSample(tokens, after)
 
 
-def _answer_begins(told: ToldConversation, place: int, tokens: Sequence[int], tokenizer: SampleTokenizer) -> int:
+def _answer_begins(content: RecordConversation, place: int, tokens: Sequence[int], tokenizer: SampleTokenizer) -> int:
     """Return the place in `tokens` at which they leave the prompt that the model gets before the message at `place`.
 
     A tokenizer may join the last letters of a prompt with the next ones. Before the first message there is no prompt: then it is
@@ -264,10 +266,10 @@ def _answer_begins(told: ToldConversation, place: int, tokens: Sequence[int], to
     """
     renderer = tokenizer.renderer
     if place:
-        prompt = renderer.encode(told.messages[:place], told.tools, told.variables, ChatEnding.ANSWER)
+        prompt = renderer.encode(content.messages[:place], content.tools, content.variables, ChatEnding.ANSWER)
         return common_beginning(prompt, tokens)
     closed, begun = (
-        renderer.encode([GREETING], told.tools, told.variables, ending)
+        renderer.encode([GREETING], content.tools, content.variables, ending)
         for ending in (ChatEnding.CLOSED, ChatEnding.ANSWER)
     )
     header = begun[common_beginning(closed, begun) :]
@@ -275,13 +277,13 @@ def _answer_begins(told: ToldConversation, place: int, tokens: Sequence[int], to
     return next(found, 0) + len(header) if header else 0
 
 
-def _plain(told: ToldPair | str, tokenizer: SampleTokenizer, loss: LearntTokens) -> TokenSample:
+def _plain(content: RecordPair | str, tokenizer: SampleTokenizer, loss: LearntTokens) -> TokenSample:
     """Return the sample of a text, all of it learnt, or of a pair, whose completion is learnt; the end of text follows."""
-    if isinstance(told, str):
-        tokens = _ended(tokenizer.encode(told), tokenizer)
+    if isinstance(content, str):
+        tokens = _ended(tokenizer.encode(content), tokenizer)
         return TokenSample(tokens, [True] * len(tokens))
-    tokens = _ended(tokenizer.encode(told.prompt + told.completion), tokenizer)
-    begin = 0 if loss is LearntTokens.ALL else common_beginning(tokenizer.encode(told.prompt), tokens)
+    tokens = _ended(tokenizer.encode(content.prompt + content.completion), tokenizer)
+    begin = 0 if loss is LearntTokens.ALL else common_beginning(tokenizer.encode(content.prompt), tokens)
     return TokenSample(tokens, _from(begin, tokens))
 
 

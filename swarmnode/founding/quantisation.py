@@ -72,7 +72,7 @@ def _of_gguf(
     check_space(out, source.total_bytes)
     with new_file(out, force=force) as stream:
         source.write(stream, progress)
-    return _told(out, out.stat().st_size, source.choice)
+    return _quantised(out, out.stat().st_size, source.choice)
 
 
 def _of_folder(model: str, out: Path, recipe: FormatMix, *, force: bool, progress: Progress | None) -> Quantised:
@@ -98,8 +98,8 @@ def _of_folder(model: str, out: Path, recipe: FormatMix, *, force: bool, progres
         checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
     with new_folder(out, force=force) as partial:
         source.write(partial, progress)
-    return _told(out, sum(file.stat().st_size for file in out.iterdir()), source.choice)
+    return _quantised(out, sum(file.stat().st_size for file in out.iterdir()), source.choice)
 
 
-def _told(out: Path, nbytes: int, choice: FormatChoice) -> Quantised:
+def _quantised(out: Path, nbytes: int, choice: FormatChoice) -> Quantised:
     return Quantised(out, nbytes, Counter(form.name for form in choice.forms.values()), choice.notices)

@@ -91,9 +91,9 @@ class Bootstraps:
         if running and (self.listen or self.announce):
             raise UsageError("--bootstrap names peers that run already; --listen and --announce are for a new one")
         # A free port instead of port 0: the invite outlives the process that listens.
-        chosen = _of_a_door("--listen", check_all("--listen", self.listen))
+        chosen = _bootstrap_addresses("--listen", check_all("--listen", self.listen))
         listen = tuple(with_port(each, free_port()) if port_of(each) == 0 else each for each in chosen)
-        announce = _of_a_door("--announce", check_all("--announce", self.announce, dialled=True))
+        announce = _bootstrap_addresses("--announce", check_all("--announce", self.announce, dialled=True))
         if announce and not listen:
             raise UsageError("--announce says where others reach the bootstrap peer; --listen says where it listens")
         if unknown := [address for address in announce if port_of(address) == 0]:
@@ -103,7 +103,7 @@ class Bootstraps:
         return replace(self, running=running, listen=listen, announce=announce or _reached(listen, interfaces))
 
 
-def _of_a_door(option: str, addresses: Sequence[str]) -> Sequence[str]:
+def _bootstrap_addresses(option: str, addresses: Sequence[str]) -> Sequence[str]:
     """Check the addresses of a bootstrap peer that is still to be started, and return them.
 
     Raises UsageError if one lacks a port, contains /p2p/ or is link-local.
@@ -373,7 +373,7 @@ def new_owner(path: Path, new_password: Callable[[], str], *, force: bool = Fals
     return NewOwner(SigningKey.generate(), file, new_password())
 
 
-def found(
+def create_and_save(
     path: Path,
     source: ModelSource,
     bootstraps: Bootstraps,
@@ -407,10 +407,10 @@ def found(
             products=products,
             progress=progress,
         )
-        return _keep(swarm, owner, path)
+        return _save(swarm, owner, path)
 
 
-def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
+def _save(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
     """Write the swarm, its owner's key, and for a private swarm the grant for the host's own machines. Raises LocalError."""
     if owner is not None:
         owner.save()

@@ -103,7 +103,7 @@ async def _nobody_there(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
     """Return status 500 for an unexpected exception. Starlette raises the exception again afterwards, so that the server logs
     it."""
-    return ApiError(500, "the gateway failed by a bug: report the traceback in its log", kind="server_error").response()
+    return ApiError(500, "the gateway failed by a bug: report the traceback in its log").response()
 
 
 HANDLERS: dict[int | type[Exception], Any] = {

@@ -33,7 +33,7 @@ from swarmnode.gateway.generation.request_fields import SamplingFields, ToolUse
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
 from swarmnode.gateway.http.api_error import RETRY_S, ApiError, bad_request
-from swarmnode.gateway.openai.kept_responses import KeptResponses
+from swarmnode.gateway.openai.kept_responses import ResponseStore
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import GenerateOptions
@@ -93,7 +93,7 @@ class TokenizerLoader:
             return await asyncio.wait_for(asyncio.shield(loading), until_s - loop.time())
         except asyncio.TimeoutError:
             sentence = f"the model's tokenizer is still loading after {patience_s:g} s: send the request again later"
-            raise ApiError(503, sentence, kind="server_error", code="loading", retry_s=RETRY_S) from None
+            raise ApiError("loading", sentence, retry_s=RETRY_S) from None
 
     async def load(self) -> None:
         """Load the tokenizer before the first request needs it, as soon as peers provide its files. After any other failure, try
@@ -161,12 +161,12 @@ class ServedModel:
         return ModelCard(
             id=self.name,
             created=manifest.created,
-            max_model_len=self.client.known_positions,
+            max_model_len=self.client.cached_positions,
             task=manifest.task,
             parent=self.parent,
             system_prompt=None if prompter is None else prompter.system_place,
             tool_prompt=None if prompter is None else prompter.tool_place,
-            sampling=self.client.known_defaults,
+            sampling=self.client.cached_defaults,
         )
 
     # -- text and ids
@@ -213,9 +213,9 @@ class ServedModel:
         template writes them) cannot fit."""
         self.client.check_language_model()
         if (prompter := await self.prompter()) is None:
-            raise bad_request(
+            raise ApiError(
+                "no_chat_template",
                 f"{self.name} has no chat template, so it cannot read conversations: use /v1/completions",
-                code="no_chat_template",
             )
         limits = await self.client.limits()
         limits.check_text(sum(len(message["content"]) for message in messages))
@@ -324,7 +324,7 @@ class Gateway:
         home: Path | None = None,
     ) -> None:
         self.config = config
-        self.responses = None if home is None else KeptResponses(home)
+        self.responses = None if home is None else ResponseStore(home)
         self.readings: Counter[str] = Counter()  # of kept responses that are read now, by the key's name
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
@@ -386,7 +386,7 @@ class Gateway:
             sentence = f"there is no model {name!r} here: choose one of {known}"
             if not name:
                 sentence = f"the request names no model: choose one of {known}"
-            raise ApiError(404, sentence, code="model_not_found", parameter="model")
+            raise ApiError("model_not_found", sentence, parameter="model")
         return self.models[name]
 
 

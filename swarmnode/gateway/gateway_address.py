@@ -16,7 +16,7 @@ from swarmnode.errors import NetworkDown, SwarmnodeError
 from swarmnode.files import write_private
 from swarmnode.lending.control import GATEWAYS, running_gateways, tell_node
 from swarmnode.net.tasks import Tasks, until_first
-from swarmnode.terminal.console import is_kept, print_json, say, standard_output
+from swarmnode.terminal.console import is_recorded, print_json, say, standard_output
 from swarmnode.terminal.formatting import origin
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class GatewayAddress:
         ):
             sockets.push_async_callback(tasks.close)
 
-            async def obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
+            async def execute(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
                 if request.command == "add":
                     tasks.spawn(add_named(request.about), f"add {request.about}")
                 # `add` is answered with the state.
@@ -109,7 +109,7 @@ class GatewayAddress:
                 return {**answer, **(client.why(request.about) if request.command == "why" else {}), "url": url}
 
             async def answer_owner(name: str, client: SwarmClient) -> None:
-                socket = CommandSocket(partial(obey, name, client))
+                socket = CommandSocket(partial(execute, name, client))
                 await sockets.enter_async_context(socket.listening(self.home / GATEWAYS, name))
 
             async def add_named(name: str) -> None:
@@ -148,7 +148,7 @@ class GatewayAddress:
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
         link = f"{page}#owner={token}"
         write_private(self.home / PAGE_LINK, f"{link}\n".encode(), make_folder=True)
-        if is_kept(standard_output()):  # a log has other readers
+        if is_recorded(standard_output()):  # a log has other readers
             say(f"Your own link to the page, with your rights as the owner: cat {self.home / PAGE_LINK}", err=True)
         else:
             page = link
@@ -193,7 +193,7 @@ class OtherGateway:
     def served(self, home: Path) -> Served:
         """Return its addresses for this home's user, without the owner's token if standard output is kept in a file."""
         link = (home / PAGE_LINK).read_text().strip()
-        return Served(self.url, link.partition("#")[0] if is_kept(standard_output()) else link, list(self.models))
+        return Served(self.url, link.partition("#")[0] if is_recorded(standard_output()) else link, list(self.models))
 
 
 def other_gateways(home: Path) -> list[OtherGateway]:

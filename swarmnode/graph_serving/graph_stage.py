@@ -34,7 +34,7 @@ from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolE
 from swarmnode.ledger import Account, Reservation
 from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.capability import Capability
-from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
+from swarmnode.measuring.hardware import Hardware, LentDevice, StageResources
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -107,7 +107,7 @@ class InferenceServer:
             self._refusals.refuse(channel, Error(ErrorCode.DRAINING))
             return
         task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
-        yielding = self._passes.take(task, channel.claimant)
+        yielding = self._passes.admit(task, channel.claimant)
         task.add_done_callback(self._passes.leave)
         if yielding is not None:
             yielding.cancel()
@@ -206,7 +206,7 @@ class _InferencePassage(MicrobatchPassage[GraphSegment]):
         if asked.work:
             self._completed.begin(asked.work, sender)
             self._completed.answer(asked.work)
-            self._completed.note(asked.work, (asked.end - asked.start) * self._batch, self._batch)
+            self._completed.record(asked.work, (asked.end - asked.start) * self._batch, self._batch)
         self._channel.send(Inferred(encoded[0]), payload=encoded[1])
 
 
@@ -234,7 +234,7 @@ class InferenceStage(Stage):
         return f"<InferenceStage {self.server!r}>"
 
     @classmethod
-    async def load(cls, place: Workplace, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
+    async def load(cls, place: StageResources, checkpoint: GraphCheckpoint, units: Span) -> InferenceStage:
         """Load `units`, whose weights are on this machine, measure them, and start to serve.
 
         Raises CheckpointError, LocalError.
@@ -275,7 +275,7 @@ class InferenceStage(Stage):
         """Take no new passes, and wait until the last one is over."""
         await self.server.finish()
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept passes again after `finish` has stopped them."""
         self.server.draining = False
 

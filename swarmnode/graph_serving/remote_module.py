@@ -71,30 +71,30 @@ class PassAuditor(Referee):
         self._ask = ask
         self._share = share
 
-    def take(self, hop: HopSpec, given: Values, computed: Values, batch: int) -> None:
-        """Audit with probability `share`, in the background, whether `hop` computed `computed` correctly from `given`.
+    def sample(self, hop: HopSpec, inputs: Values, computed: Values, batch: int) -> None:
+        """Audit with probability `share`, in the background, whether `hop` computed `computed` correctly from `inputs`.
 
         No audit starts if too many are under way, the values exceed `MAX_BYTES`, or no other peer can take the hop.
         """
-        size_bytes = sum(value.nbytes for value in (*given, *computed))
+        size_bytes = sum(value.nbytes for value in (*inputs, *computed))
         if self.dice.random() >= self._share or self.is_busy or size_bytes > MAX_BYTES:
             return
         second = self.another_route((hop,))
         if second is not None:
             held = self.host.link_config.ledger.count(Account.MESSAGES, size_bytes)
-            case = self.settle(self._decide(hop, second[0], given, computed, batch))
+            case = self.settle(self._decide(hop, second[0], inputs, computed, batch))
             task = self._tasks.spawn(case, f"of peer {hop.peer}")
             task.add_done_callback(lambda _: held.release())
 
-    async def _decide(self, hop: HopSpec, second: HopSpec, given: Values, computed: Values, batch: int) -> str:
-        again = await self._ask(second, given, batch)
+    async def _decide(self, hop: HopSpec, second: HopSpec, inputs: Values, computed: Values, batch: int) -> str:
+        again = await self._ask(second, inputs, batch)
         if await asyncio.to_thread(alike, computed, again):
             for peer in (hop.peer, second.peer):
                 self.standing.pass_audit(peer, batch)
             return "passed"
         third, alone = self.another_route((hop,), second.peer), None
         if third is not None:
-            deciding = await self._ask(third[0], given, batch)
+            deciding = await self._ask(third[0], inputs, batch)
             alone = odd_one_out([await asyncio.to_thread(alike, other, deciding) for other in (computed, again)])
         if alone is None:
             self.doubt_both(hop.peer, second.peer)
@@ -109,20 +109,20 @@ class PassAuditor(Referee):
         return shunned
 
 
-def alike(one: Values, other: Values) -> bool:
+def alike(first: Values, other: Values) -> bool:
     """Return whether two peers can have computed these values from the same input.
 
     Only floats are compared: integers derived from almost equal floats may differ.
     """
-    return all(_close(a, b) for a, b in zip(one, other, strict=True) if a.is_floating_point())
+    return all(_close(a, b) for a, b in zip(first, other, strict=True) if a.is_floating_point())
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(first: Tensor, other: Tensor) -> bool:
     """Compare the norms over all samples: true if the difference is within the tolerance and any NaN are in the same places."""
-    if torch.isnan(one).any() or torch.isnan(other).any():
-        return bool(torch.equal(torch.isnan(one), torch.isnan(other)))
-    tolerance = TOLERANCE.get(one.dtype, COARSE_TOLERANCE)
-    finite = one.double().nan_to_num(), other.double().nan_to_num()
+    if torch.isnan(first).any() or torch.isnan(other).any():
+        return bool(torch.equal(torch.isnan(first), torch.isnan(other)))
+    tolerance = TOLERANCE.get(first.dtype, COARSE_TOLERANCE)
+    finite = first.double().nan_to_num(), other.double().nan_to_num()
     size = max(float(value.norm()) for value in finite)
     return float((finite[0] - finite[1]).norm()) <= tolerance * size
 
@@ -243,11 +243,11 @@ class _Pass:
                 await self._blame.wait(router.changed(), left_s)
                 continue
             for hop in route:
-                if not await self._take(hop, router):
+                if not await self._run_hop(hop, router):
                     break
         return self._values
 
-    async def _take(self, hop: HopSpec, router: Router) -> bool:
+    async def _run_hop(self, hop: HopSpec, router: Router) -> bool:
         """Have `hop` compute its layers. Returns whether the pass can go on along its route."""
         module, began_s = self._module, self._module.clock()
         try:
@@ -255,7 +255,7 @@ class _Pass:
         except (PeerError, NetworkDown) as error:
             self._fail(hop, router, error)
             return False
-        module.auditor.take(hop, self._values, values, self._batch)
+        module.auditor.sample(hop, self._values, values, self._batch)
         self._values, self._unit, self._last = values, hop.end, None
         self._progress_s = module.clock()
         module.observed_latency.saw(hop.peer, (self._progress_s - began_s) / ((hop.end - hop.start) * self._batch))

@@ -22,7 +22,7 @@ import psutil
 
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 
 LOOK_S = 1.0
 LEAST_SHARE = 0.05
@@ -133,7 +133,7 @@ class Cards:
 
     def __init__(self) -> None:
         self._nvml, self._handles = nvidia_cards()
-        self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample read
+        self._sampled_us: dict[int, int] = {}  # by card: the driver's time of the last sample read
 
     def celsius(self) -> float | None:
         """Return the temperature of the hottest card in degrees Celsius; None if no card reports it."""
@@ -169,11 +169,11 @@ class Cards:
     def _others_load_on(self, card: int, own: set[int]) -> float | None:
         nvml = self._nvml
         try:
-            samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._told_us.get(card, 0))
+            samples = nvml.nvmlDeviceGetProcessUtilization(self._handles[card], self._sampled_us.get(card, 0))
         except nvml.NVMLError as error:
             # No program has computed since, or the driver cannot say.
             return 0.0 if isinstance(error, nvml.NVMLError_NotFound) else None
-        self._told_us[card] = max((sample.timeStamp for sample in samples), default=self._told_us.get(card, 0))
+        self._sampled_us[card] = max((sample.timeStamp for sample in samples), default=self._sampled_us.get(card, 0))
         by_program: defaultdict[int, list[int]] = defaultdict(list)
         for sample in samples:
             by_program[sample.pid].append(sample.smUtil)  # percent
@@ -220,7 +220,7 @@ class Energy(NamedTuple):
         return f"{self.today_j / JOULES_PER_KWH:.2f} kWh today, {self.total_j / JOULES_PER_KWH:.2f} kWh in all"
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _StoredEnergy(msgspec.Struct, frozen=True):
     day: str = ""  # 2026-11-22
     today_j: float = 0.0
     total_j: float = 0.0
@@ -269,21 +269,23 @@ class EnergyMeter:
     async def _watch(self) -> None:
         sensors = await asyncio.to_thread(self._sensors)
         while (counter_j := await asyncio.to_thread(sensors.joules)) is not None:
-            await asyncio.to_thread(self.look, counter_j)
+            await asyncio.to_thread(self.record, counter_j)
             await asyncio.sleep(MEASURE_S)
 
-    def look(self, counter_j: float) -> None:
+    def record(self, counter_j: float) -> None:
         """Add the energy drawn since the last look; nothing after a gap over `RUNNING_S` or if the driver's counter began anew."""
-        kept, now = read_kept(self._path, _Kept, max_bytes=MAX_FILE_BYTES) or _Kept(), self._now()
+        kept, now = read_stored(self._path, _StoredEnergy, max_bytes=MAX_FILE_BYTES) or _StoredEnergy(), self._now()
         went_on = 0 <= now - kept.at <= RUNNING_S and counter_j >= kept.counter_j
         drawn_j, day = (counter_j - kept.counter_j if went_on else 0.0), _day(now)
         today_j = drawn_j + (kept.today_j if day == kept.day else 0.0)
-        try_to_keep(self._path, _Kept(day, today_j, kept.total_j + drawn_j, counter_j, now), "what the cards draw is")
+        try_to_keep(
+            self._path, _StoredEnergy(day, today_j, kept.total_j + drawn_j, counter_j, now), "what the cards draw is"
+        )
 
 
 def energy_used(home: Path, now: Callable[[], float] = time.time) -> Energy | None:
     """Return the energy counted in this home; None if no card has reported any."""
-    kept = read_kept(home / FILE, _Kept, max_bytes=MAX_FILE_BYTES)
+    kept = read_stored(home / FILE, _StoredEnergy, max_bytes=MAX_FILE_BYTES)
     return None if kept is None else Energy(kept.today_j if kept.day == _day(now()) else 0.0, kept.total_j)
 
 

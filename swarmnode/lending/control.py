@@ -110,11 +110,11 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class CommandSocket:
-    """Socket for commands to one process of the owner. `obey` answers a command; it raises KeyError or ValueError if it
+    """Socket for commands to one process of the owner. `execute` answers a command; it raises KeyError or ValueError if it
     is invalid."""
 
-    def __init__(self, obey: Callable[[ControlRequest], Awaitable[Mapping[str, Any]]]) -> None:
-        self._obey = obey
+    def __init__(self, execute: Callable[[ControlRequest], Awaitable[Mapping[str, Any]]]) -> None:
+        self._execute = execute
 
     @contextlib.asynccontextmanager
     async def listening(self, folder: Path, name: str) -> AsyncIterator[Path | None]:
@@ -143,7 +143,7 @@ class CommandSocket:
         try:
             line = await asyncio.wait_for(reader.readline(), REQUEST_TIMEOUT_S)
             try:
-                answer = await self._obey(msgspec.json.decode(line, type=ControlRequest))
+                answer = await self._execute(msgspec.json.decode(line, type=ControlRequest))
             except (*DECODE_ERRORS, KeyError, ValueError) as error:
                 answer = {"error": f"not a command: {error}"}
             writer.write(msgspec.json.encode(answer) + b"\n")
@@ -242,9 +242,9 @@ class ControlServer:
     def listening(self, home: Path, name: str) -> AbstractAsyncContextManager[Path | None]:
         """Take commands while the context lasts, as `CommandSocket.listening` does. Raises LocalError if the folder
         cannot be used."""
-        return CommandSocket(self._obey).listening(home / NODES, name)
+        return CommandSocket(self._execute).listening(home / NODES, name)
 
-    async def _obey(self, request: ControlRequest) -> Mapping[str, Any]:
+    async def _execute(self, request: ControlRequest) -> Mapping[str, Any]:
         told = self._commands[request.command](request)
         if request.wait_s > 0 and not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):

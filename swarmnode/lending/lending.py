@@ -316,7 +316,7 @@ class Lending:
                 for fact in (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}", ENDS[by])
             )
             facts = tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
-            self.decisions.note(Topic.LENDING, what, facts)
+            self.decisions.record(Topic.LENDING, what, facts)
             self._lent_s, self._since_s = self.lent_s, self._clock()
             self.state = state
             self._pauses += state is LendingState.PAUSED

@@ -28,7 +28,7 @@ import psutil
 from swarmnode.lending.cards import Cards
 from swarmnode.lending.lending import OWNER, RULES, Lending, Rules, Surroundings, reason_to_pause
 from swarmnode.net.tasks import Tasks
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class MonthlyTraffic:
         self._first_day = first_day
         self._today = today
         self._counted = moved()
-        self._kept = read_kept(self._path, _Months, max_bytes=MAX_FILE_BYTES) or _Months()
+        self._stored = read_stored(self._path, _Months, max_bytes=MAX_FILE_BYTES) or _Months()
         self._month = month_of(today(), first_day())
         self._unkept_bytes = 0
 
@@ -224,20 +224,20 @@ class MonthlyTraffic:
         """Return the bytes of this month until now."""
         moved, self._month = self._moved(), month_of(self._today(), self._first_day())
         fresh_bytes, self._counted = moved - self._counted, moved
-        counted = self._kept.bytes
+        counted = self._stored.bytes
         begun = self._month not in counted
         counted[self._month] = counted.get(self._month, 0) + fresh_bytes
         self._unkept_bytes += fresh_bytes
         if begun or self._unkept_bytes >= KEEP_BYTES:
-            self.keep()
+            self.store()
         return counted[self._month]
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Drop the oldest months beyond `MONTHS`, and write the counts. A failure is logged."""
         self._unkept_bytes = 0
-        for month in sorted(self._kept.bytes.keys() - {self._month})[: 1 - MONTHS]:
-            del self._kept.bytes[month]
-        try_to_keep(self._path, self._kept, "the month's traffic is")
+        for month in sorted(self._stored.bytes.keys() - {self._month})[: 1 - MONTHS]:
+            del self._stored.bytes[month]
+        try_to_keep(self._path, self._stored, "the month's traffic is")
 
 
 def month_of(day: datetime.date, first_day: int) -> str:
@@ -301,21 +301,21 @@ def _show_nothing(_title: str, _text: str) -> None:
 class RuleWatch:
     """Watch over a node's rules.
 
-    `look` returns observations for the rules; it may block, and is called on a thread. `month_bytes` returns this
+    `observe` returns observations for the rules; it may block, and is called on a thread. `month_bytes` returns this
     month's traffic. `show` gets a title and a text at each pause and resume that the rules cause.
     """
 
     def __init__(
         self,
         lending: Lending,
-        look: Callable[[Rules], Surroundings],
+        observe: Callable[[Rules], Surroundings],
         *,
         month_bytes: Callable[[], int] = lambda: 0,
         show: Callable[[str, str], None] = _show_nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lending = lending
-        self._look = look
+        self._observe = observe
         self._show = show
         self._month_bytes = month_bytes
         self._clock = clock
@@ -326,7 +326,7 @@ class RuleWatch:
         while True:
             if self._broken_s is None:
                 await self._lending.ruled()
-            self.judge(await asyncio.to_thread(self._look, self._lending.rules))
+            self.judge(await asyncio.to_thread(self._observe, self._lending.rules))
             await asyncio.sleep(LOOK_S)
 
     def judge(self, seen: Surroundings) -> None:
@@ -362,5 +362,5 @@ async def follow_rules(
     try:
         await RuleWatch(lending, Lookout(), month_bytes=month, show=show, clock=clock).run()
     finally:
-        month.keep()
+        month.store()
         await notices.close()

@@ -109,7 +109,7 @@ class Hop:
         """Bind the hop to `peer` as `open` does. Raises PeerLost also if READY does not come in time; another session's payload may
         be ahead of it."""
         channel = await self._switchboard.call(
-            peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
+            peer, lambda frame, body: self._receive(attempt, frame, body), lambda error: self._lost(attempt, error)
         )
         if attempt != self._attempt:
             channel.close()
@@ -166,7 +166,7 @@ class Hop:
         if entry.truncate is not None and entry.truncate.number > self.truncations:
             self._truncate(entry.truncate)
         if entry.body.turn > self._turn:
-            self.take_back(entry.start)
+            self.retract(entry.start)
             self._turn = entry.body.turn
         if entry.end <= self.end:
             return False
@@ -195,14 +195,14 @@ class Hop:
         if truncate.number > self.truncations and truncate.to < self.end:
             self._truncate(truncate)
 
-    def take_back(self, to: int) -> None:
+    def retract(self, to: int) -> None:
         """Forget the positions from `to` on, which were guesses; the peer learns of it from the turn of the next entry."""
         if to < self.end:
             self._cut_journal(to)
 
     def settle(self, to: int) -> None:
         """Forget the positions from `to` on, and keep the earlier ones as what they are: no guesses. The peer is bound anew."""
-        self.take_back(to)
+        self.retract(to)
         self.journal = [
             replace(entry, body=replace(entry.body, guessed=0)) if entry.body.guessed else entry
             for entry in self.journal
@@ -249,7 +249,7 @@ class Hop:
             self._ready.exception()  # marks it as retrieved: `open` may have been given up
         return channel
 
-    def _hear(self, attempt: int, frame: Frame, body: Body) -> None:
+    def _receive(self, attempt: int, frame: Frame, body: Body) -> None:
         if attempt != self._attempt or self._channel is None:
             return
         if isinstance(body, Ready):

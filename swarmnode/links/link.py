@@ -161,7 +161,7 @@ class Link:
     @busy.setter
     def busy(self, busy: bool) -> None:
         if busy and not self.busy:
-            self._heartbeat.heard(self._loop.time())  # earlier silence does not count: no answer was expected
+            self._heartbeat.record_arrival(self._loop.time())  # earlier silence does not count: no answer was expected
         self._heartbeat.busy = busy
         self._tick_soon()
 
@@ -228,7 +228,7 @@ class Link:
         while True:
             count = await self._read()
             frames = list(self._reader.advance(count))
-            await self._heard(count, 0)
+            await self._count_arrival(count, 0)
             if frames:
                 self._early = frames[1:]
                 return frames[0]
@@ -301,7 +301,7 @@ class Link:
                 count = await self._read()
                 frames = list(self._reader.advance(count))
                 ended = self._dispatch(frames, on_frame)
-                await self._heard(count, len(frames))  # last, since no caller waits for it
+                await self._count_arrival(count, len(frames))  # last, since no caller waits for it
             await self._stream.close()
         except ProtocolError as error:
             error.peer = self.peer
@@ -325,15 +325,15 @@ class Link:
             raise PeerLost(f"peer {self.peer} cut the link", peer=self.peer)
         return count
 
-    async def _heard(self, count: int, frames: int) -> None:
+    async def _count_arrival(self, count: int, frames: int) -> None:
         """Count `count` bytes that completed `frames` frames. A peer that sends faster than it may is not read for a moment, so
         that its stream fills up and it slows down."""
         now_s, limiter = self._loop.time(), self._config.download_limiter
-        self._heartbeat.heard(now_s)
-        self._config.link_statistics.heard(self.peer, now_s)
+        self._heartbeat.record_arrival(now_s)
+        self._config.link_statistics.record_arrival(self.peer, now_s)
         self.received_bytes += count
         self._config.traffic.received_bytes[self._protocol] += count
-        self._throughput_meter.note(count, self._reader.pending_bytes)
+        self._throughput_meter.record(count, self._reader.pending_bytes)
         if self._reader.pending_bytes:
             self._came()
         if limiter is not None:
@@ -381,7 +381,7 @@ class Link:
             elif isinstance(body, End):
                 return True
             elif isinstance(body, Revocations):
-                self._config.gate.heard(self, body.number, body.signed)
+                self._config.gate.accept_revocations(self, body.number, body.signed)
             elif isinstance(body, Error):
                 raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
             else:
@@ -404,7 +404,7 @@ class Link:
         heartbeat, now_s = self._heartbeat, self._loop.time()
         self._sending.count()
         late_s = 0.0 if expected_at is None else now_s - expected_at
-        elsewhere_s = self._config.link_statistics.heard_at_s(self.peer)
+        elsewhere_s = self._config.link_statistics.arrived_at_s(self.peer)
         silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s, late_s=late_s, elsewhere_s=elsewhere_s)
         if silence_s is not None:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))

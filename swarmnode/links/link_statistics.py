@@ -66,7 +66,7 @@ class ThroughputMeter:
         """Rate of the peer's large frames in bits/s, on all links with it; None if there were none."""
         return self._arrivals.rate_bps
 
-    def note(self, read_bytes: int, pending_bytes: int) -> None:
+    def record(self, read_bytes: int, pending_bytes: int) -> None:
         """Count a read of `read_bytes`; `pending_bytes` of all bytes received belong to an unfinished frame."""
         self._arrivals.total_bytes += read_bytes
         if self._began_s is not None:
@@ -185,7 +185,7 @@ class PathMeasurement:
     up_at_s: float = float("-inf")
     down_bps: float = 0.0
     down_at_s: float = float("-inf")
-    heard_at_s: float = float("-inf")  # on the event loop's clock
+    arrived_at_s: float = float("-inf")  # on the event loop's clock
     arrivals: Arrivals = field(default_factory=Arrivals)
 
     @property
@@ -225,13 +225,15 @@ class LinkStatistics:
         if self.on_rtt is not None and path.rtt_s is not None:
             self.on_rtt(peer, path.rtt_s)
 
-    def heard(self, peer: PeerId, now_s: float) -> None:
+    def record_arrival(self, peer: PeerId, now_s: float) -> None:
         """Record that data of the peer arrived at `now_s` on the event loop's clock, on any link with it."""
-        (self._peers.get(peer) or self._of(peer)).heard_at_s = now_s  # a peer that is known does not become the latest
+        (
+            self._peers.get(peer) or self._of(peer)
+        ).arrived_at_s = now_s  # a peer that is known does not become the latest
 
-    def heard_at_s(self, peer: PeerId) -> float:
+    def arrived_at_s(self, peer: PeerId) -> float:
         """Return the time of the last data of the peer on the event loop's clock; minus infinity if there was none."""
-        return self._peers.get(peer, UNMEASURED).heard_at_s
+        return self._peers.get(peer, UNMEASURED).arrived_at_s
 
     def arrivals(self, peer: PeerId) -> Arrivals:
         """Return the counts of the peer's data, which all links with it share."""

@@ -37,15 +37,15 @@ class Heartbeat:
         self.busy = False
         self._config = config
         self._paced = paced
-        self._heard_at_s = now_s
+        self._arrived_at_s = now_s
         self._silent_since_s: float | None = now_s  # None: nothing has left that the peer could answer
         self.pinged_at_s = 0.0
         self._owes_sign = False  # whether data arrived and nothing was sent since
         self._sent_bytes = 0  # sum of the bytes sent when it arrived
 
-    def heard(self, now_s: float) -> None:
+    def record_arrival(self, now_s: float) -> None:
         """Record that something arrived from the peer at `now_s`."""
-        self._heard_at_s = now_s
+        self._arrived_at_s = now_s
         self._silent_since_s = None if self._paced else now_s
 
     def left(self, now_s: float) -> None:
@@ -69,7 +69,7 @@ class Heartbeat:
     @property
     def beat_s(self) -> float:
         """Seconds to the next beat: few while something is expected of the peer or owed to it, else until the next ping."""
-        asked = self.pinged_at_s > self._heard_at_s
+        asked = self.pinged_at_s > self._arrived_at_s
         return self._config.busy_s if self.busy or self._owes_sign or asked else self._config.idle_s
 
     def too_long_s(self, now_s: float, limit_s: float, *, late_s: float, elsewhere_s: float) -> float | None:
@@ -78,9 +78,9 @@ class Heartbeat:
         `late_s`: how late this beat is. `elsewhere_s`: the last sign of life on another link with the peer.
         """
         if late_s > self._config.min_silence_s / 2:  # this process slept (suspended, or a blocked event loop)
-            self.heard(now_s)
+            self.record_arrival(now_s)
         if self._silent_since_s is not None and elsewhere_s > self._silent_since_s:
-            self.heard(elsewhere_s)  # an answer on this link may queue behind the data there
+            self.record_arrival(elsewhere_s)  # an answer on this link may queue behind the data there
         silence_s = 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
         patience_s = limit_s + (0.0 if self.busy else self._config.idle_s)
         return silence_s if silence_s > patience_s else None
@@ -88,7 +88,7 @@ class Heartbeat:
     def wants_ping(self, now_s: float) -> bool:
         """Return whether the peer should be pinged now."""
         due_s = 0.9 * (self._config.busy_s if self.busy else self._config.idle_s)
-        return now_s - self._heard_at_s >= due_s and now_s - self.pinged_at_s >= due_s
+        return now_s - self._arrived_at_s >= due_s and now_s - self.pinged_at_s >= due_s
 
     def wants_sign(self, sent_bytes: int) -> bool:
         """Return whether to send a sign of life at this beat: data arrived since the last one, and nothing was sent since."""

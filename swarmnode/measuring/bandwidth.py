@@ -42,9 +42,9 @@ class ProbeConfig:
 
     quick_s: float = 0.25  # a round that took longer is the last
     answer_s: float = 4.0  # patience for one answer
-    hear_s: float = 1.0  # after the last round: how long to wait for the peer's measurement of it
-    first_look_s: float = 5.0  # until the first test; doubles until each of the next ones
-    look_s: float = 60.0  # longest interval between tests
+    result_wait_s: float = 1.0  # after the last round: how long to wait for the peer's measurement of it
+    first_test_s: float = 5.0  # until the first test; doubles until each of the next ones
+    test_interval_s: float = 60.0  # longest interval between tests
     pause_s: float = 600.0  # before the same peer is tested, or answered, again
     enough_peers: int = 3  # measured peers (away, or at home) after which no more of them are tested
     answers_at_once: int = 1
@@ -125,12 +125,12 @@ class Prober:
     # -- asking
 
     async def _explore(self, candidates: Callable[[], Iterable[PeerId]]) -> None:
-        look_s = self._config.first_look_s
+        interval_s = self._config.first_test_s
         while True:
-            await asyncio.sleep(look_s * self._random.uniform(0.5, 1.5))
+            await asyncio.sleep(interval_s * self._random.uniform(0.5, 1.5))
             if self._busy():
                 continue
-            look_s = min(self._config.look_s, 2 * look_s)
+            interval_s = min(self._config.test_interval_s, 2 * interval_s)
             # Test a peer of this home network and one elsewhere, while few of either kind were measured: one kind says nothing of
             # the other.
             statistics, known = self._link_config.link_statistics, set(candidates())
@@ -183,9 +183,9 @@ class Prober:
                 raise refusal(answer.code, retry_s=answer.retry_s, peer=link.peer)
             if self._clock() - began_s > self._config.quick_s:
                 break
-        await asyncio.sleep(self._config.hear_s)
+        await asyncio.sleep(self._config.result_wait_s)
 
-    async def look_around(self, candidates: Iterable[PeerId], most: int) -> Bandwidth:
+    async def probe_candidates(self, candidates: Iterable[PeerId], most: int) -> Bandwidth:
         """Test the bandwidth to `most` of the candidates, one after another; peers that refuse or are lost do not count. Raises
         NetworkDown."""
         left, tested = set(candidates), 0
@@ -216,7 +216,7 @@ class Prober:
         if not isinstance(body, Probe):
             link.send(Error(ErrorCode.MALFORMED), channel=frame.channel)
             return
-        wait_s = self._config.look_s if self._busy() or not taken else 0.0
+        wait_s = self._config.test_interval_s if self._busy() or not taken else 0.0
         size = min(body.answer_bytes, len(frame.payload))  # never more than was received
         wait_s = wait_s or self._quota.grant(link.peer, len(frame.payload))
         if wait_s:

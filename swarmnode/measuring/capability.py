@@ -21,7 +21,7 @@ from msgspec import UNSET
 
 from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP, WorkSpeeds
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 from swarmnode.version import __version__
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class SpeedCache:
         try_to_keep(self.path, self._entries, "measured speeds are")
 
     def _read(self) -> dict[str, _Entry]:
-        return read_kept(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
+        return read_stored(self.path, dict[str, _Entry], max_bytes=MAX_FILE_BYTES) or {}
 
 
 class Drift:
@@ -127,7 +127,7 @@ class Drift:
         self._passes = 0  # passes, and since when, that the average differs from the announced speed
         self._since_s = 0.0
 
-    def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
+    def record(self, unit_s: float, announced_units_per_s: float) -> float | None:
         """Take the seconds per unit of a pass of real work. Returns the speed to announce from now on; None if the announced one
         stays.
 
@@ -201,9 +201,9 @@ class Capability:
         if not announced / DEPARTURE <= units_per_s <= announced * DEPARTURE:
             self._announce(field, units_per_s)
 
-    def note(self, field: str, unit_s: float) -> None:
+    def record(self, field: str, unit_s: float) -> None:
         """Take the seconds per unit and position of a pass of real work; `field` names the speed."""
-        speed = self._drift[field].note(unit_s, getattr(self.speeds, field))
+        speed = self._drift[field].record(unit_s, getattr(self.speeds, field))
         if speed is not None:
             self._announce(field, speed)
 

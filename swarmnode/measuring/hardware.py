@@ -198,7 +198,7 @@ class Hardware:
         return name[:NAME_LENGTH]
 
     @property
-    def found(self) -> str:
+    def description(self) -> str:
         """Text about all devices, for people."""
         return "; ".join(str(lent.device) for lent in self.lent)
 
@@ -345,7 +345,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Workplace:
+class StageResources:
     """Place where a node loads stages: its peer, the devices that it lends, their threads, and the swarm's adapters, if any."""
 
     host: Host

@@ -52,7 +52,7 @@ class StageMeter:
         """The span as metrics and `--span` write it."""
         return f"{self.span.start}:{self.span.end}"
 
-    def note_pass(self, phase: str, pass_s: float, *, microbatches: int, tokens: int, unit_tokens: int) -> None:
+    def record_pass(self, phase: str, pass_s: float, *, microbatches: int, tokens: int, unit_tokens: int) -> None:
         """Count a pass. `unit_tokens`: tokens times the units that each of them passes."""
         self.passes[phase].observe(pass_s)
         self.batches[phase].observe(microbatches)
@@ -60,11 +60,11 @@ class StageMeter:
         self.tokens[phase] += tokens
         self.unit_tokens[phase] += unit_tokens
 
-    def note_hop(self, phase: str, seconds: float) -> None:
+    def record_hop(self, phase: str, seconds: float) -> None:
         """Count the seconds from the arrival of work to its result, waiting included."""
         self.hops[phase].observe(seconds)
 
-    def note_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
+    def record_tensors(self, codec: Codec, direction: str, *, raw_bytes: int, encoded_bytes: int) -> None:
         """Count the bytes of tensors encoded for another stage, before and after encoding."""
         self._raw_bytes[codec, direction] += raw_bytes
         self._encoded_bytes[codec, direction] += encoded_bytes

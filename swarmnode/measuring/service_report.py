@@ -23,7 +23,7 @@ from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.receipt import LIFE_S, RECEIPTS, Receipt, counts, read_receipts, receipts_of
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 FAULTS = {
@@ -178,7 +178,7 @@ class Donation:
         return {**told, "people_days": PEOPLE_DAYS, "kwh": kwh}
 
 
-class _Given(msgspec.Struct, frozen=True):
+class _WorkSums(msgspec.Struct, frozen=True):
     """Answers and lent seconds of one node, over all its runs, and the private swarms in them by the beginning of their ids."""
 
     answers: int = 0
@@ -194,19 +194,19 @@ class WorkRecord:
         self._private = {receipts_of(home, swarm.id).name} if swarm.private else set()
         self._path = home / FOLDER / f"{peer}.json"
         self._readings = readings
-        self._before = read_kept(self._path, _Given, max_bytes=MAX_FILE_BYTES) or _Given()
+        self._before = read_stored(self._path, _WorkSums, max_bytes=MAX_FILE_BYTES) or _WorkSums()
         self._receipts = _Receipts()
 
-    def given(self) -> _Given:
+    def run_sums(self) -> _WorkSums:
         """Return the answers and the lent seconds of this run."""
         figures = Figures(self._readings())
-        return _Given(int(figures.sum(table.ANSWERS)), float(figures.sum(table.LENT_SECONDS)))
+        return _WorkSums(int(figures.sum(table.ANSWERS)), float(figures.sum(table.LENT_SECONDS)))
 
-    def keep(self, given: _Given) -> Donation:
-        """Write the sums of this run, `given`, and all earlier ones. Returns the home's donation. Blocks for some milliseconds."""
+    def store(self, run: _WorkSums) -> Donation:
+        """Write the sums of this run, `run`, and all earlier ones. Returns the home's donation. Blocks for some milliseconds."""
         private = tuple(sorted(self._private.union(self._before.private)))
-        sums = _Given(self._before.answers + given.answers, self._before.lent_s + given.lent_s, private)
-        if sums != _Given():
+        sums = _WorkSums(self._before.answers + run.answers, self._before.lent_s + run.lent_s, private)
+        if sums != _WorkSums():
             try_to_keep(self._path, sums, "the record of this machine's work is")
         return donation(self._home, receipts=self._receipts)
 
@@ -214,7 +214,9 @@ class WorkRecord:
 def donation(home: Path, now: Callable[[], float] = time.time, *, receipts: _Receipts | None = None) -> Donation:
     """Return all that the nodes of this home have given. Damaged files count as empty. `receipts` are those of the last call."""
     receipts = receipts or _Receipts()
-    kept = [read_kept(path, _Given, max_bytes=MAX_FILE_BYTES) or _Given() for path in (home / FOLDER).glob("*.json")]
+    kept = [
+        read_stored(path, _WorkSums, max_bytes=MAX_FILE_BYTES) or _WorkSums() for path in (home / FOLDER).glob("*.json")
+    ]
     energy, private = energy_used(home), {swarm for one in kept for swarm in one.private}
     members, visitors = set[PeerId](), set[PeerId]()
     for folder in (home / RECEIPTS).glob("*"):
@@ -247,7 +249,7 @@ class _Receipts:
         return found
 
 
-def given(readings: Readings) -> dict[str, Any]:
+def work_sums(readings: Readings) -> dict[str, Any]:
     """Return the sums of a node's work for its owner's page: positions computed for others, positions times units, bytes on links;
     and step and loss if it trains."""
     figures = Figures(readings)

@@ -57,7 +57,7 @@ class SessionTrace:
         self._table = bytearray()
         self.drafts: Counter[tuple[str, str]] = Counter()  # guesses made here, by proposer and result
 
-    def note(
+    def record(
         self,
         end: int,
         count: int,

@@ -31,7 +31,7 @@ from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
 from swarmnode.net.network_config import Gate, GuardedLink
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
+from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, accept_notices, due, notice_keys
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.invite import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import CLOCKED, EXPIRED, Membership
@@ -76,7 +76,7 @@ class AccessControl(Gate):
     file: MembershipFile
     _: KW_ONLY
     clock: Callable[[], float] = time.time
-    look_s: float = LOOK_S
+    check_interval_s: float = LOOK_S
     on_crash: OnCrash | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class AccessControl(Gate):
         self._network: Network | None = None
         self._hello: Hello | None = None
         self._link_config: LinkConfig | None = None
-        self._look = asyncio.Event()
+        self._check_now = asyncio.Event()
         self._tasks = Tasks("access control", on_crash=self.on_crash)
         self.file.load(self.membership, self.clock())
 
@@ -130,7 +130,7 @@ class AccessControl(Gate):
     def closed(self, link: GuardedLink) -> None:
         self._links.pop(link, None)
 
-    def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
+    def accept_revocations(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         ours = self.membership.revocations.number
         if revocations:
             if self.membership.adopt_list(revocations):
@@ -232,7 +232,7 @@ class AccessControl(Gate):
         for link in [link for link in self._links if link is not source]:
             link.send(Revocations(self.membership.revocations.number, self.membership.revocations_bytes))
         self._cut()  # last, so that peers on the list receive it too
-        self._look.set()
+        self._check_now.set()
 
     def _cut(self) -> None:
         """Cut the links to peers that are no members any more."""
@@ -291,12 +291,12 @@ class AccessControl(Gate):
 
     async def _watch(self) -> None:
         while True:
-            self._look.clear()
+            self._check_now.clear()
             await self.exchange()
             self._cut()
             await asyncio.to_thread(self.file.save, self.membership)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self.look_s)
+                await asyncio.wait_for(self._check_now.wait(), self.check_interval_s)
 
     async def exchange(self) -> None:
         """Read the membership notices in the table, and store those that it lacks. Failures are logged and retried at the next
@@ -306,7 +306,7 @@ class AccessControl(Gate):
         try:
             found = await asyncio.wait_for(table.get(notice_keys(self.membership.swarm)), TABLE_TIMEOUT_S)
             now = self.clock()
-            if take_in(self.membership, found, now):
+            if accept_notices(self.membership, found, now):
                 self._spread()
             for notice in due(self.membership, found, now):
                 storing = table.store(notice.key, notice.subkey, notice.value, expires_at=now + NOTICE_LIFE_S)

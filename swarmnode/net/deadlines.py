@@ -72,7 +72,7 @@ class Expectation:
         self.mean: float | None = None  # smoothed, of the samples; None before the first
         self._deviation = 0.0
 
-    def note(self, sample: float) -> None:
+    def record(self, sample: float) -> None:
         """Update the moving mean and deviation by one more `sample`."""
         if self.mean is None:
             self.mean, self._deviation = sample, sample / 2

@@ -90,7 +90,7 @@ class FairShare(Generic[Item]):
     def __contains__(self, item: object) -> bool:
         return item in self._claimants
 
-    def take(self, item: Item, claimant: Claimant) -> Item | None:
+    def admit(self, item: Item, claimant: Claimant) -> Item | None:
         """Give `item` a place. Returns None if a place was free, else the item that lost its place, which the caller removes:
         `item` itself if it gets none."""
         if self.held(claimant) >= self._of_peer or self._sizes.get(claimant.group, 0) >= self._of_group:
@@ -122,7 +122,7 @@ class FairShare(Generic[Item]):
         """Count the item for `claimant` from now on."""
         if self._claimants[item] != claimant:
             self.leave(item)
-            self.take(item, claimant)
+            self.admit(item, claimant)
 
     def held(self, claimant: Claimant) -> int:
         """Return the number of places that a peer takes at the moment."""
@@ -165,13 +165,13 @@ class StreamLimits:
     def enter(self, stream: Stream) -> bool:
         """Count a new stream and return whether it may stay. A stream of the peer with most may be aborted for it."""
         claimant = Claimant(stream.group, stream.peer)
-        return self._pace.wait_s(claimant, within_s=0) == 0 and _take(self._half_open, stream, claimant)
+        return self._pace.wait_s(claimant, within_s=0) == 0 and _admit(self._half_open, stream, claimant)
 
     def let_in(self, stream: Stream) -> None:
         """Count a stream among the open ones, as its peer was admitted. It is aborted if there is no place."""
         if stream in self._half_open:
             self._half_open.leave(stream)
-            if not _take(self._open, stream, Claimant(stream.group, stream.peer)):
+            if not _admit(self._open, stream, Claimant(stream.group, stream.peer)):
                 stream.abort()
 
     def leave(self, stream: Stream) -> None:
@@ -180,8 +180,8 @@ class StreamLimits:
         self._open.leave(stream)
 
 
-def _take(shares: FairShare[Stream], stream: Stream, claimant: Claimant) -> bool:
-    yielding = shares.take(stream, claimant)
+def _admit(shares: FairShare[Stream], stream: Stream, claimant: Claimant) -> bool:
+    yielding = shares.admit(stream, claimant)
     if yielding is not None and yielding is not stream:
         yielding.abort()
     return yielding is not stream

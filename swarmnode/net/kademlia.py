@@ -56,9 +56,9 @@ def id_bytes(place: int) -> bytes:
     return place.to_bytes(ID_BITS // 8, "big")
 
 
-class _Known(NamedTuple):
+class _Contact(NamedTuple):
     group: str  # of its address
-    heard_s: float
+    seen_s: float
 
 
 class RoutingTable:
@@ -72,7 +72,7 @@ class RoutingTable:
     def __init__(self, own: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
         self._own = node_id(own)
         self._clock = clock
-        self._buckets: dict[int, dict[PeerId, _Known]] = {}  # least recently heard first
+        self._buckets: dict[int, dict[PeerId, _Contact]] = {}  # least recently heard first
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
@@ -84,7 +84,7 @@ class RoutingTable:
         """Return all peers in the routing table."""
         return {peer for bucket in self._buckets.values() for peer in bucket}
 
-    def heard(self, peer: PeerId, group: str) -> PeerId | None:
+    def record_contact(self, peer: PeerId, group: str) -> PeerId | None:
         """Note a sign of life of a peer and enter it. Returns None, or, if its bucket is full, a peer to ping because it may be
         gone."""
         number = self._bucket_of(peer)
@@ -99,10 +99,10 @@ class RoutingTable:
             crowding = next(over, None)
             if crowding is None:
                 longest = next(iter(bucket))
-                return longest if now_s - bucket[longest].heard_s >= DOUBTFUL_S else None
+                return longest if now_s - bucket[longest].seen_s >= DOUBTFUL_S else None
             del bucket[crowding]
         bucket.pop(peer, None)
-        bucket[peer] = _Known(group, now_s)
+        bucket[peer] = _Contact(group, now_s)
         return None
 
     def lost(self, peer: PeerId) -> None:
@@ -174,22 +174,22 @@ class Keepers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: Recent[int, tuple[float, Sequence[PeerId]]] = Recent(MAX_KEYS)
+        self._by_key: Recent[int, tuple[float, Sequence[PeerId]]] = Recent(MAX_KEYS)
 
     async def of(self, key: int, find: Find) -> Sequence[PeerId]:
         """Return the keepers of a key, nearest first, remembered or found by `find`."""
         now_s = self._clock()
-        until_s, keepers = self._known.get(key, (0.0, ()))
+        until_s, keepers = self._by_key.get(key, (0.0, ()))
         if now_s >= until_s:
             keepers = await find(key)
-            self._known.pop(key, None)
+            self._by_key.pop(key, None)
             if len(keepers) == REPLICAS:
-                self._known[key] = (now_s + REMEMBERED_S, keepers)
+                self._by_key[key] = (now_s + REMEMBERED_S, keepers)
         return keepers
 
     def forget(self, key: int) -> None:
         """Forget the keepers of a key, since one of them is gone or refuses: they are looked for the next time."""
-        self._known.pop(key, None)
+        self._by_key.pop(key, None)
 
 
 AT_ONCE = 4  # calls
@@ -202,14 +202,14 @@ Records = Mapping[bytes, Record]
 
 
 @dataclass(frozen=True)
-class FoundThere:
+class KeyAnswer:
     """Answer of one peer for a key: its records, and the peers that it knows nearer to the key."""
 
     records: Records
     nearer: Sequence[PeerId]
 
 
-Ask = Callable[[PeerId, Sequence[int]], Awaitable[Sequence[FoundThere] | None]]
+Ask = Callable[[PeerId, Sequence[int]], Awaitable[Sequence[KeyAnswer] | None]]
 """Function of (peer, places of keys) that returns the peer's answer for each key; None if it does not answer."""
 
 GroupOf = Callable[[PeerId], str]
@@ -222,7 +222,7 @@ EnoughThere = Callable[[int, Records], bool]
 class _Search:
     """State of a search for one key in the hash table: known, asked and answering peers, and the records found."""
 
-    known: dict[PeerId, set[str]]  # with the address groups of the peers that named them
+    candidates: dict[PeerId, set[str]]  # with the address groups of the peers that named them
     records: dict[bytes, Record]
     asked: set[PeerId] = field(default_factory=set)
     silent: set[PeerId] = field(default_factory=set)
@@ -235,9 +235,9 @@ class _Search:
         return len(self.asked) > len(self.answered) + len(self.silent)
 
 
-class LookUp:
-    """Look-up of some keys by the peer `own`. `kept` has the records that `own` keeps under each key; the look-up starts with
-    them.
+class Lookup:
+    """Look-up of some keys by the peer `own`. `own_records` has the records that `own` keeps under each key; the
+    look-up starts with them.
 
     With `enough` the peers near a key are asked one after another until it returns true. After one of them was silent they are
     asked in parallel, as without `enough`, since waiting for each missing peer in turn would take too long.
@@ -246,7 +246,7 @@ class LookUp:
     def __init__(
         self,
         own: PeerId,
-        kept: Mapping[int, Records],
+        own_records: Mapping[int, Records],
         start: Callable[[int], Iterable[PeerId]],
         ask: Ask,
         group_of: GroupOf,
@@ -254,7 +254,7 @@ class LookUp:
         enough: EnoughThere | None = None,
     ) -> None:
         self._searches = {
-            key: _Search({peer: set() for peer in start(key)}, dict(records)) for key, records in kept.items()
+            key: _Search({peer: set() for peer in start(key)}, dict(records)) for key, records in own_records.items()
         }
         self._own = own
         self._ask = ask
@@ -273,9 +273,9 @@ class LookUp:
         answered = sorted(search.answered, key=lambda peer: node_id(peer) ^ key)
         return diverse(answered, {peer: self._group_of(peer) for peer in answered}, count)
 
-    async def run(self) -> LookUp:
+    async def run(self) -> Lookup:
         """Ask peers until no nearer ones are known, or until there is enough; return self."""
-        calls: dict[asyncio.Future[Sequence[FoundThere] | None], tuple[PeerId, list[int]]] = {}
+        calls: dict[asyncio.Future[Sequence[KeyAnswer] | None], tuple[PeerId, list[int]]] = {}
         try:
             while True:
                 while len(calls) < AT_ONCE and (question := self._next()) is not None:
@@ -284,7 +284,7 @@ class LookUp:
                     return self
                 done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
                 for call in done:
-                    self._take(*calls.pop(call), call.result())
+                    self._accept(*calls.pop(call), call.result())
         finally:
             for call in calls:
                 call.cancel()
@@ -312,34 +312,34 @@ class LookUp:
         one_by_one = self._enough is not None and not search.silent
         if len(search.asked) >= MAX_ASKED or (one_by_one and search.waits):
             return []
-        living = sorted(search.known.keys() - search.silent, key=lambda peer: node_id(peer) ^ key)
+        living = sorted(search.candidates.keys() - search.silent, key=lambda peer: node_id(peer) ^ key)
         groups = {peer: self._supposed_group(search, peer) for peer in living}
         return [peer for peer in diverse(living, groups, BUCKET_PEERS) if peer not in search.asked]
 
     def _supposed_group(self, search: _Search, peer: PeerId) -> str:
         """Return the address group of a peer. Before its answer: the group of the peers that named it, if that is one group with
         many answers."""
-        if peer not in search.answered and len(search.known[peer]) == 1:
-            (group,) = search.known[peer]
+        if peer not in search.answered and len(search.candidates[peer]) == 1:
+            (group,) = search.candidates[peer]
             if sum(self._group_of(other) == group for other in search.answered) >= GROUP_PEERS:
                 return group
         return self._group_of(peer)
 
-    def _take(self, peer: PeerId, keys: Sequence[int], found: Sequence[FoundThere] | None) -> None:
+    def _accept(self, peer: PeerId, keys: Sequence[int], answers: Sequence[KeyAnswer] | None) -> None:
         group = self._group_of(peer)
         for number, key in enumerate(keys):
             search = self._searches[key]
-            if found is None:
+            if answers is None:
                 search.silent.add(peer)
                 continue
             search.answered.add(peer)
-            for subkey, record in found[number].records.items():
+            for subkey, record in answers[number].records.items():
                 known = search.records.get(subkey)
                 if known is None or known.expires_at < record.expires_at:
                     search.records[subkey] = record
-            for named in found[number].nearer[:BUCKET_PEERS]:
-                if named != self._own and (named in search.known or len(search.known) < MAX_KNOWN):
-                    search.known.setdefault(named, set()).add(group)
+            for named in answers[number].nearer[:BUCKET_PEERS]:
+                if named != self._own and (named in search.candidates or len(search.candidates) < MAX_KNOWN):
+                    search.candidates.setdefault(named, set()).add(group)
             search.done = self._has_enough(key, search)
 
 
@@ -410,7 +410,7 @@ class RecordStore:
                 self._soonest_end = min(ends, default=math.inf)
             self._expire(key)
             for shares in (self._of_key.setdefault(key, FairShare(MAX_SUBKEYS)), self._all):
-                yielding = shares.take(slot, claimant)
+                yielding = shares.admit(slot, claimant)
                 if yielding is not None:
                     self._remove(yielding)
                 if yielding == slot:

@@ -56,7 +56,7 @@ class Gate:
     def closed(self, link: GuardedLink) -> None:
         """Note the end of a link. Also called for a link that was never admitted, and more than once."""
 
-    def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
+    def accept_revocations(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         """Take the `number` of the peer's revocation list, or the list itself (`revocations`, else empty). Raises ProtocolError if
         it is not the owner's."""
 

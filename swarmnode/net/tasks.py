@@ -54,10 +54,10 @@ class Tasks:
             raise RuntimeError(f"{self.name} is closed: cannot start {name}")
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}: {name}")
         self._tasks[task] = None
-        task.add_done_callback(self._heard if awaited else self._ended)
+        task.add_done_callback(self._finished if awaited else self._ended)
         return task
 
-    def _heard(self, task: asyncio.Task[Any]) -> None:
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         """Forget an awaited task. Its error is for the callers that await it; without any, it is dropped."""
         self._tasks.pop(task, None)
         if not task.cancelled():

@@ -57,7 +57,7 @@ class Bootstrap:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
         host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
-            _take_in(host, file, await _mapped(host))
+            _update_invites(host, file, await _mapped(host))
             if not host.joined.is_set() and promised is None:
                 log.warning("waiting for %s: no other machine of it answers yet", swarm.name)
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
@@ -110,7 +110,7 @@ async def _mapped(host: Host) -> list[str]:
     return addresses
 
 
-def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
+def _update_invites(host: Host, file: Path | None, addresses: list[str]) -> None:
     """Put `addresses` into the swarm's invites, public ones first, in place of those that are gone, and write them to `file` if
     anything is new."""
     swarm = host.swarm
@@ -156,12 +156,12 @@ class SwarmHost:
     """
 
     def __init__(
-        self, swarm: Swarm, door: HostConfig, node: NodeConfig, tell: Tell, *, platform: Platform = MACHINE
+        self, swarm: Swarm, host_config: HostConfig, node: NodeConfig, tell: Tell, *, platform: Platform = MACHINE
     ) -> None:
         self._swarm = swarm
-        self._door_config = door
+        self._host_config = host_config
         self._platform = platform
-        self._door: Bootstrap | None = None
+        self._bootstrap: Bootstrap | None = None
 
         def tell_inside(event: str, text: str, **details: Any) -> None:
             """Tell the node's news. It waits for no one but this process's own bootstrap peer."""
@@ -171,13 +171,13 @@ class SwarmHost:
 
     def readings(self) -> Readings:
         """Yield the metrics of the node, or those of the bootstrap peer until the node has joined."""
-        if self._door is not None and not self.node.has_joined:
-            return self._door.host.readings()
+        if self._bootstrap is not None and not self.node.has_joined:
+            return self._bootstrap.host.readings()
         return self.node.readings()
 
     def uses_of(self, invite: bytes) -> int:
         """Return how many uses of an invite, given by its id, the bootstrap peer knows of; 0 before it has joined."""
-        control = None if self._door is None else self._door.host.access_control
+        control = None if self._bootstrap is None else self._bootstrap.host.access_control
         return 0 if control is None else control.membership.uses.count(invite)
 
     async def run(self, stop: asyncio.Event, opened: Callable[[Swarm, list[str]], Awaitable[None]]) -> None:
@@ -186,12 +186,12 @@ class SwarmHost:
         `opened` is called once, with the swarm as its invites now name it and the addresses at which new machines connect.
         Raises the errors of `Bootstrap.start` and `Node.run`.
         """
-        self._door = await Bootstrap.start(
-            self._swarm, self._door_config, file=self._swarm.file, platform=self._platform
+        self._bootstrap = await Bootstrap.start(
+            self._swarm, self._host_config, file=self._swarm.file, platform=self._platform
         )
         try:
-            self.node.swarm = self._door.host.swarm
-            await opened(self._door.host.swarm, await self._door.host.network.addresses())
-            await self._door.watch(self.node.run(stop))
+            self.node.swarm = self._bootstrap.host.swarm
+            await opened(self._bootstrap.host.swarm, await self._bootstrap.host.network.addresses())
+            await self._bootstrap.watch(self.node.run(stop))
         finally:
-            await self._door.close()
+            await self._bootstrap.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.lending.cards import energy_used
 from swarmnode.lending.lending import DAYS
-from swarmnode.measuring.service_report import Donation, given
+from swarmnode.measuring.service_report import Donation, work_sums
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
@@ -44,7 +44,7 @@ def described(
         "lends": lent(config),
         "energy": None if (energy := energy_used(config.host.home)) is None else energy._asdict(),
         "given": None if donation is None else donation.to_json(),
-        **given(readings),
+        **work_sums(readings),
     }
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from swarmnode.checkpoints.checkpoint_manager import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Hardware
-    from swarmnode.serving.span_part import KeptSpan
+    from swarmnode.serving.span_part import RetainedSpan
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Node:
         self._stage: Stage | None = None
         self._span: Span | None = None
         self._planned: PlannedPlace | None = None
-        self._kept: KeptSpan | None = None  # during a pause
+        self._retained: RetainedSpan | None = None  # during a pause
         self._moves = 0
         self._donation: Donation | None = None  # of this home's nodes, at the last look
         self.lending = Lending(self._tell_lending, now=platform.clock.unix, clock=platform.clock.monotonic)
@@ -249,7 +249,7 @@ class Node:
                 await self._leave_stage(host)
             if self._crashes is not None:
                 self._crashes.forget()
-            donation = await asyncio.to_thread(record.keep, record.given())
+            donation = await asyncio.to_thread(record.store, record.run_sums())
             gave = f"So far this machine gave {donation}. " if donation.any else ""
             self._tell("left", f"Left the swarm. {gave}Thank you.", given=donation.to_json())
 
@@ -300,7 +300,7 @@ class Node:
             stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
             await self._leave_stage(host, keep_span=keep_span)
             if stage is not None and keep_span:
-                self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
+                self._retained = await asyncio.to_thread(stage.retain, host.link_config.ledger)
             del stage
             host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
             await asyncio.to_thread(free_memory)
@@ -355,7 +355,7 @@ class Node:
 
         prober = Prober(host, busy=needs_links)
         await heavy
-        from swarmnode.measuring.hardware import Workplace
+        from swarmnode.measuring.hardware import StageResources
         from swarmnode.weights.adapter_files import AdapterFiles, BroughtAdapters
         from swarmnode.weights.weights import Weights
 
@@ -385,7 +385,7 @@ class Node:
             place = training_placement(host, hardware, self.config.place)
         else:
             place = Placement(host, hardware.capacity_units, self.config.place)
-        workplace = Workplace(host, hardware, self._executors, adapters)
+        workplace = StageResources(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
 
@@ -413,7 +413,7 @@ class Node:
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine = hardware.machine(self.config.host.home)
-        found = f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}"
+        found = f"This machine: {hardware.description}, {machine['cpu_cores']} cores; {hardware.holds}"
         self._tell("machine", found, **machine)
         if hardware.advice:
             self._tell("advice", hardware.advice, advice=hardware.advice)
@@ -475,7 +475,7 @@ class Node:
                 self._crashes.forget()
             if report is not None:
                 self._tell("report", str(report), **asdict(report))
-            self._donation = await asyncio.to_thread(record.keep, record.given())
+            self._donation = await asyncio.to_thread(record.store, record.run_sums())
 
     # -- placement
 
@@ -496,10 +496,10 @@ class Node:
         )
         self._tell("loading", f"Loading {hardware.describe(span)}", span=list(span))
         if self._crashes is not None:
-            self._crashes.note(f"it held {layers(*span)}")
-        if self._kept is not None and self._kept.units == span:
-            kept, self._kept = self._kept, None
-            self._stage = await loader.take_up(kept)
+            self._crashes.record(f"it held {layers(*span)}")
+        if self._retained is not None and self._retained.units == span:
+            kept, self._retained = self._retained, None
+            self._stage = await loader.restore(kept)
         else:
             self._stage = await loader.load(span)
         host.directory.announce(Place(state=State.READY, seeds=loader.seeder.units), *self._stage.sections())
@@ -530,7 +530,7 @@ class Node:
         await until_first(stage.finish(), self.lending.until(*NO_LONGER_FINISHING))
         if self.lending.state is not LendingState.RUNNING:
             return True
-        stage.take_on()
+        stage.reopen()
         host.directory.announce(Place(state=State.READY))
         return False
 
@@ -550,6 +550,6 @@ class Node:
         if self._stage is not None:
             await self._stage.close(keep_span=keep_span)
             self._stage = None
-        if self._kept is not None:
-            self._kept.release()
-            self._kept = None
+        if self._retained is not None:
+            self._retained.release()
+            self._retained = None

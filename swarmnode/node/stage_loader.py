@@ -24,9 +24,9 @@ from swarmnode.weights.chunk_server import Seeder
 if TYPE_CHECKING:
     from swarmnode.checkpoints.checkpoint_manager import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.measuring.hardware import Workplace
+    from swarmnode.measuring.hardware import StageResources
     from swarmnode.serving.serving_stage import ServingStage
-    from swarmnode.serving.span_part import KeptSpan
+    from swarmnode.serving.span_part import RetainedSpan
     from swarmnode.weights.weights import Weights
 
 
@@ -49,7 +49,7 @@ class StageLoader:
     layers that they are meant to hold.
     """
 
-    place: Workplace
+    place: StageResources
     seeder: Seeder
     weights: Weights
     states: SharedStates | None
@@ -70,11 +70,11 @@ class StageLoader:
             self.seeder.add_adapters(swarm.adapters)
         return await (self._train(checkpoint, span) if self.place.hardware.trains else self._serve(checkpoint, span))
 
-    async def take_up(self, kept: KeptSpan) -> Stage:
-        """Return a stage that serves `kept` again: layers whose weights were kept in memory during a pause."""
+    async def restore(self, retained: RetainedSpan) -> Stage:
+        """Return a stage that serves `retained` again: layers whose weights were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
-        return await self._with_tuning(await ServingStage.take_up(self.place, kept))
+        return await self._with_tuning(await ServingStage.restore(self.place, retained))
 
     async def _fetch(self, span: Span) -> Checkpoint:
         """Fetch the weights of `span`. Meanwhile prepare the hardware for serving."""
@@ -180,7 +180,7 @@ class CrashLog:
             log.warning("a crash of this process would not be remembered: %s", error)
             return None
 
-    def note(self, doing: str) -> None:
+    def record(self, doing: str) -> None:
         """Write down what the process does from now on, in one line. On a full disk nothing is written."""
         with contextlib.suppress(OSError):
             self._file.write(f"{doing}\n".encode())
@@ -190,7 +190,7 @@ class CrashLog:
         if self._crashed:
             self._crashed = []
             self._file.truncate(0)
-            self.note(f"{RUN}{self._model}")
+            self.record(f"{RUN}{self._model}")
 
     def close(self) -> None:
         """Watch no longer. Without earlier crashes the file goes."""

@@ -45,7 +45,7 @@ class CompletedWork:
         """Count one more answer, unless the work is known to be the owner's."""
         self.answers += work not in self._own
 
-    def note(self, work: bytes, unit_tokens: int, positions: int) -> None:
+    def record(self, work: bytes, unit_tokens: int, positions: int) -> None:
         """Add `unit_tokens` and `positions` to the work done under the id `work`."""
         self.total += unit_tokens
         self.positions += positions
@@ -80,13 +80,13 @@ class HomePeers:
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        self._known: dict[tuple[Path, int], PeerId] = {}
+        self._peer_ids: dict[tuple[Path, int], PeerId] = {}
 
     def __contains__(self, peer: object) -> bool:
         known = {}
         for path in self._home.glob("*.key"):
             with suppress(OSError, LocalError):  # the file is gone, or no key
                 file = path, path.stat().st_mtime_ns
-                known[file] = self._known.get(file) or Identity.from_bytes(path.read_bytes()).peer_id
-        self._known = known
-        return peer in self._known.values()
+                known[file] = self._peer_ids.get(file) or Identity.from_bytes(path.read_bytes()).peer_id
+        self._peer_ids = known
+        return peer in self._peer_ids.values()

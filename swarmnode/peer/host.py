@@ -53,7 +53,7 @@ from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State
 from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
-from swarmnode.swarm.storage.owner_files import issued_invites_path, note_members
+from swarmnode.swarm.storage.owner_files import issued_invites_path, record_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache, own_name
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
@@ -202,21 +202,21 @@ class Host:
             clock=self.clock.stopwatch,
         )
         kept = f"{self.swarm.id.hex()[:16]}.json"
-        self._known = KnownPeers(self.config.home / "peers" / kept)
+        self._known_peers = KnownPeers(self.config.home / "peers" / kept)
         self.standing = Standing(self.config.home / "standing" / kept, self.clock.unix)
         self.directory = Directory(
             self.network,
             self.swarm.id,
             verify=verify,
             sign=None if self.config.looks_on else self.identity.sign,
-            known_peers=self._known,
+            known_peers=self._known_peers,
             vouch=None if self.access_control is None else self.access_control.vouch,
             certificate=b"" if self.access_control is None else self.access_control.membership.certificate,
             check=self._check_announcement,
             now=self.clock.unix,
             on_crash=self.supervisor.ends_peer,
         )
-        self._told_below: set[PeerId] = set()
+        self._reported_below: set[PeerId] = set()
         self._lan: LanDiscovery | None = None
         self._tasks = Tasks("host", on_crash=self.supervisor.ends_peer)
         self.joined = asyncio.Event()
@@ -290,14 +290,14 @@ class Host:
         if (bootstraps := self._bootstraps()) and await self._call(bootstraps):
             self.joined.set()
         await self.directory.start()
-        self._tasks.spawn(self._keep_joined(), "keep joined")
+        self._tasks.spawn(self._stay_joined(), "keep joined")
         self._tasks.spawn(self._watch_clock(time), "watch the clock")
         if not self.config.looks_on:
             calls = dial_bootstraps(self._named_bootstraps(), self._connected, self._call, lambda: self.directory.crowd)
             self._tasks.spawn(calls, "dial bootstraps")
         self._tasks.spawn(self._tell_paths(), "tell paths")
         if self.swarm.file is not None and self.access_control is not None:
-            self._tasks.spawn(self._keep_book(self.swarm.file, self.access_control), "keep the owner's book")
+            self._tasks.spawn(self._record_members(self.swarm.file, self.access_control), "keep the owner's book")
 
     def _expel(self) -> None:
         """Drop peers from the directory that are no members any more."""
@@ -306,26 +306,26 @@ class Host:
         if others:
             self.directory.expel(others)
 
-    async def _keep_book(self, file: Path, access_control: AccessControl) -> None:
+    async def _record_members(self, file: Path, access_control: AccessControl) -> None:
         """Note members in the owner's book beside the .swarm file, if the owner's list of invites is there. A failure, such as a
         full disk, is logged once, and tried again."""
-        told = False
+        is_logged = False
         while True:
             await asyncio.sleep(self.config.book_s)
             try:
                 if issued_invites_path(file).is_file():
                     names = {peer: announced.name for peer, announced in self.directory.peers().items()}
-                    await asyncio.to_thread(note_members, file, access_control.admitted(names))
-                told = False
+                    await asyncio.to_thread(record_members, file, access_control.admitted(names))
+                is_logged = False
             except (LocalError, UsageError) as error:
-                if not told:
+                if not is_logged:
                     log.warning("members of %s are not noted at the moment: %s", self.swarm.name, error)
-                told = True
+                is_logged = True
 
     def _bootstraps(self) -> list[str]:
         """Return the addresses at which the swarm may be found: the user's, the invite's, the last good ones, the LAN's."""
         near = self._lan.addresses() if self._lan else []
-        return self._of_others([*self._named_bootstraps(), *self._known.addresses(), *near])
+        return self._of_others([*self._named_bootstraps(), *self._known_peers.addresses(), *near])
 
     def _named_bootstraps(self) -> list[str]:
         """Return the addresses of other peers that the user and the invite name, each once."""
@@ -345,24 +345,24 @@ class Host:
             return await self.network.connect(addresses, timeout_s=self.config.join_timeout_s)
         return False
 
-    async def _keep_joined(self) -> None:
+    async def _stay_joined(self) -> None:
         """Look for the swarm while this peer is alone: at the start, and after all known peers have gone."""
-        told = False
+        is_logged = False
         while True:
             alone = not self.joined.is_set() or not self._others()
             if alone and (bootstraps := self._bootstraps()):
                 if await self._call(bootstraps):
                     self.joined.set()
                     await self.directory.refresh()
-                    told = False
+                    is_logged = False
                 elif not (
-                    told
+                    is_logged
                     or self._is_turned_away()  # the user is told so
                     or not self.joined.is_set()  # the node or command says that it waits for the first answer
                     or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)  # alone is normal
                 ):
                     log.warning("waiting for %s: no machine of it answers at the moment", self.swarm.name)
-                    told = True
+                    is_logged = True
             await asyncio.sleep(self.config.rejoin_s)
 
     async def _watch_clock(self, time: SteadyTime) -> None:
@@ -397,9 +397,9 @@ class Host:
             if self.directory.own is not None:
                 with contextlib.suppress(NetworkDown):  # p2pd is being started again
                     visitors, addresses = await self.network.visitors(), await self.network.addresses()
-                    evidence = self.paths.look(addresses, self.config.announce_maddrs, visitors)
+                    evidence = self.paths.check_reachability(addresses, self.config.announce_maddrs, visitors)
                     reached = self.paths.reachability.in_words
-                    self.decisions.note(Topic.REACHABILITY, reached, evidence.told())
+                    self.decisions.record(Topic.REACHABILITY, reached, evidence.sentences())
                     self.directory.announce(self._introduction(addresses))  # a relay may have accepted this peer
                 self.directory.announce(self.paths.section(), self.observed_latency.section())
 
@@ -464,7 +464,7 @@ class Host:
             return
         cache = ManifestCache(self.config.home)
         if (seen := cache.get(self.swarm.id)) is not None:
-            self._take_manifest(seen)
+            self._apply_manifest(seen)
             return
         deadline_s = self.clock.monotonic() + patience_s
         while True:
@@ -476,15 +476,15 @@ class Host:
                     self.link_config,
                     drop=self.directory.suspect,
                 )
-                self._take_manifest(raw)
-                cache.keep(raw)
+                self._apply_manifest(raw)
+                cache.store(raw)
                 return
             except PeerError as error:
                 if self.clock.monotonic() > deadline_s:
                     raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
             await asyncio.sleep(0.2)
 
-    def _take_manifest(self, raw: bytes) -> None:
+    def _apply_manifest(self, raw: bytes) -> None:
         """Use the swarm's manifest from now on. Raises ProtocolError if it does not match the invite."""
         self.swarm = self.swarm.with_manifest(raw)
         peers = [known for peer, known in self.directory.peers().items() if peer != self.peer_id]
@@ -495,8 +495,8 @@ class Host:
         fault = self._fault_of(announcement)
         if fault is None:
             return
-        if announcement.peer not in self._told_below and len(self._told_below) < MAX_TOLD_BELOW:
-            self._told_below.add(announcement.peer)
+        if announcement.peer not in self._reported_below and len(self._reported_below) < MAX_TOLD_BELOW:
+            self._reported_below.add(announcement.peer)
             log.warning("node %s is left out: %s", announcement.name or announcement.peer[-8:], fault)
         raise fault
 
@@ -530,7 +530,7 @@ class Host:
                 f"its connection or a text on it broke off: {error}",
                 "it is used again as soon as it announces itself anew",
             )
-            self.decisions.note(Topic.ROUTING, "leaves a machine out for now", facts, about=(error.peer,))
+            self.decisions.record(Topic.ROUTING, "leaves a machine out for now", facts, about=(error.peer,))
 
     def limit(self, upload_bps: float | None, download_bps: float | None) -> None:
         """Change the rates of upload and download, in bits/s. A rate that is None, or that had no limit at the start, stays."""

@@ -88,14 +88,14 @@ class Paths:
     """Measurements of the paths between this peer and others. Links feed them by ordinary traffic (`link_statistics`);
     announcements carry them (`section`)."""
 
-    def __init__(self, peer: PeerId, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peer: PeerId, announcement_of: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.link_statistics = LinkStatistics(
             clock=clock, on_rtt=self._measured, guess=self._by_coordinates, at_home=self._is_at_home
         )
         self._peer = peer
         self.reachability = Reachability.UNKNOWN
         self._surveyor = OwnCoordinate(peer)
-        self._known = known
+        self._announcement_of = announcement_of
 
     def __repr__(self) -> str:
         return f"<Paths {self.reachability.name} at {self.coordinate!r}, {self.link_statistics!r}>"
@@ -107,24 +107,26 @@ class Paths:
 
     def _measured(self, peer: PeerId, rtt_s: float) -> None:
         """Adjust the own coordinate by a round trip to a peer that announces its coordinate; clients, for example, do not."""
-        announcement = self._known(peer)
+        announcement = self._announcement_of(peer)
         if announcement is not None:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
 
     def _is_at_home(self, peer: PeerId) -> bool:
         """Return whether `peer` and this node announce the same public address, so that both are behind one line."""
-        own, other = self._known(self._peer), self._known(peer)
+        own, other = self._announcement_of(self._peer), self._announcement_of(peer)
         home = "" if own is None else home_of(own.addresses)
         return bool(home) and other is not None and home_of(other.addresses) == home
 
     def _by_coordinates(self, peer: PeerId) -> float | None:
-        announcement = self._known(peer)
+        announcement = self._announcement_of(peer)
         theirs = None if announcement is None else Coordinate.unpacked(announcement.coordinate)
         if theirs is None or self.coordinate.error >= MAX_ERROR:
             return None
         return self.coordinate.rtt_ms(theirs) / 1e3
 
-    def look(self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]) -> Evidence:
+    def check_reachability(
+        self, addresses: Sequence[str], promised: Sequence[str], visitors: Sequence[str]
+    ) -> Evidence:
         """Determine this peer's reachability anew (`net/addressing/reachability.py`) and return the evidence for it."""
         evidence = Evidence(addresses, own_interfaces(), promised, visitors)
         self.reachability = conclude(evidence)
@@ -174,7 +176,7 @@ class Timing:
         """Note that the step that ends at position `end` was sent to the next hop, alone."""
         self._sent = (end, self._clock())
 
-    def heard(self, end: int, ran: Ran, rtt_s: float | None) -> None:
+    def record_report(self, end: int, ran: Ran, rtt_s: float | None) -> None:
         """Take the next hop's report (RAN) that the step which ends at position `end` has left it, with the time per layer of
         the hops behind it. `rtt_s` is the link's round trip, None if unmeasured."""
         if not self._following:
@@ -210,7 +212,7 @@ class Cadence:
         self._first: tuple[int, float] | None = None  # position and time at which this bunch began
         self._last = 0
 
-    def heard(self, position: int) -> None:
+    def record_output(self, position: int) -> None:
         """Note that the output for this position arrived."""
         now_s = self._clock()
         if self._first is None or position != self._last + 1:

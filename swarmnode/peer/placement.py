@@ -69,10 +69,12 @@ class PlacementConfig:
 
     settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
     max_settle_s: float = 6.0
-    claim_look_s: float = 0.2  # interval between two looks at others' claims in a swarm of up to `claim_crowd` peers
+    claim_interval_s: float = (
+        0.2  # interval between two looks at others' claims in a swarm of up to `claim_crowd` peers
+    )
     claim_crowd: int = 5  # a larger swarm looks less often in proportion, so that looks do not fill its time
-    look_s: float = 1.0  # shortest interval between two looks for a better place
-    calm_look_s: float = 5.0  # longest one, while nothing changes
+    move_interval_s: float = 1.0  # shortest interval between two looks for a better place
+    calm_interval_s: float = 5.0  # longest one, while nothing changes
     first_pause_s: float = 30.0  # after a move that disturbs others; doubles with each further one
     longest_pause_s: float = 600.0  # links measured meanwhile are busy with the consequences of the move
     move_policy: MovePolicy = field(default_factory=MovePolicy)
@@ -131,7 +133,7 @@ class Placement:
         give_up_s = self._clock() + self.config.max_settle_s
         settled_s = self._clock() + self.config.settle_s
         while self._clock() < min(settled_s, give_up_s):
-            look_s = self.config.claim_look_s * max(1.0, directory.crowd / self.config.claim_crowd)
+            look_s = self.config.claim_interval_s * max(1.0, directory.crowd / self.config.claim_crowd)
             await asyncio.sleep(min(look_s, self.config.settle_s))
             await directory.refresh()
             choice = await asyncio.to_thread(self._rule.choose, self._view(), self._joiner())
@@ -141,7 +143,7 @@ class Placement:
                 settled_s = self._clock() + self.config.settle_s
         view = self._view()
         room = f"its memory holds {self._capacity_units} of {view.units} layers"
-        self._note(view, f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim, room)
+        self._record(view, f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim, room)
         return claim
 
     async def reason_to_move(
@@ -178,7 +180,7 @@ class Placement:
                     reason = (
                         "these layers are fixed with --span or --plan, no other machine trains them, or texts end first"
                     )
-                self._note(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+                self._record(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
             elif self._is_due(move):
                 if not move.fills:
                     await settled()
@@ -187,18 +189,18 @@ class Placement:
                 self._leaving_s = self._clock()
                 if move.disturbs:
                     self._pauses.failed(self._host.peer_id)
-                self._note(view, f"moves to {layers(*move.span)}", move.span, *_reasons(move))
+                self._record(view, f"moves to {layers(*move.span)}", move.span, *_reasons(move))
                 return move
             else:
-                self._note(view, f"will move to {layers(*move.span)} when it is its turn", move.span, *_reasons(move))
+                self._record(view, f"will move to {layers(*move.span)} when it is its turn", move.span, *_reasons(move))
             # Wait for the next look: a moment while a wish waits for its turn, else until the directory differs from
             # `revision`
-            await asyncio.sleep(self.config.look_s)
+            await asyncio.sleep(self.config.move_interval_s)
             if self.awaits_others():
                 self._host.directory.hurry()
             if self._wish is None:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    calm_s = self.config.calm_look_s - self.config.look_s
+                    calm_s = self.config.calm_interval_s - self.config.move_interval_s
                     await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
 
     async def _reconsider(self) -> tuple[View, Move | None]:
@@ -211,7 +213,7 @@ class Placement:
         if move is None or not move.fills or directory.crowd <= len(directory.peers()):
             return view, move
         for unit in gaps(view.units, view.peers)[:SEARCHED_GAPS]:
-            await directory.look_for(unit)
+            await directory.read_holders(unit)
         view = self._view()
         return view, await self._wish_in(view)
 
@@ -236,9 +238,9 @@ class Placement:
         rests = move.disturbs and not move.fills and self._pauses.pause_s(self._host.peer_id) > 0
         return not rests and self._clock() - self._wish.since_s >= move.delay_s
 
-    def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
+    def _record(self, view: View, what: str, span: Span, *reasons: str) -> None:
         facts = (*reasons, *grounds(view, self._joiner(), span))
-        self._host.decisions.note(Topic.PLACEMENT, what, facts, units=span)
+        self._host.decisions.record(Topic.PLACEMENT, what, facts, units=span)
 
     def _view(self) -> View:
         manifest = self._host.swarm.manifest

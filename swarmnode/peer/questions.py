@@ -164,7 +164,7 @@ async def ask(
     """
     answers: asyncio.Queue[tuple[Frame, Body] | PeerError | None] = asyncio.Queue()
 
-    def hear(frame: Frame, body: Body) -> None:
+    def receive(frame: Frame, body: Body) -> None:
         if answers.qsize() >= MAX_WAITING:
             raise ProtocolError("it sends more answers than it was asked for", code=ErrorCode.TOO_LARGE, peer=peer)
         if isinstance(body, Error):
@@ -172,7 +172,7 @@ async def ask(
         else:
             answers.put_nowait(None if isinstance(body, End) else (frame, body))
 
-    channel = await board.call(peer, hear, answers.put_nowait)
+    channel = await board.call(peer, receive, answers.put_nowait)
     silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
     try:
         channel.send(question, payload=payload)

@@ -184,7 +184,7 @@ def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
     if peer == host.peer_id:
         yield host.paths.reachability.in_words
     else:
-        yield from _known(host, announced or suspect)  # type: ignore[arg-type]
+        yield from _own_findings(host, announced or suspect)  # type: ignore[arg-type]
 
 
 def _announced(peer: Announcement) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _announced(peer: Announcement) -> Iterator[str]:
         yield f"several texts together get {peer.parallel_speedup:.3g} times that, on different devices"
 
 
-def _known(host: Host, peer: Announcement) -> Iterator[str]:
+def _own_findings(host: Host, peer: Announcement) -> Iterator[str]:
     """Yield this machine's own findings about `peer`, whatever that peer announces."""
     unit_s, rtt_s = host.observed_latency.unit_s(peer.peer), host.paths.link_statistics.rtts_s().get(peer.peer)
     units = Span(*peer.span).units

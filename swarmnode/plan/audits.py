@@ -139,7 +139,9 @@ class Calibration:
 
     of: Recent[PeerId, float] = field(default_factory=lambda: Recent(MAX_VOICES))
 
-    def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
+    def record(
+        self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int
+    ) -> None:
         """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model.
 
         Fast products say nothing of a model's noise: on machines of one kind they have none."""

@@ -64,7 +64,7 @@ class Choice:
 
     codec: Codec
     reason: str
-    keep: float = 1.0
+    topk_share: float = 1.0
 
 
 UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
@@ -85,7 +85,7 @@ class LinkDurations:
         """The longest time of a link, in seconds; 0 if none is known."""
         return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
 
-    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+    def record(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
         """Record that `values`, in any encoding, cross a link. Returns the seconds that they would take uncompressed, or
         None if the bandwidth is unknown."""
         if not bandwidth_bps:
@@ -159,7 +159,7 @@ class LinkCodecs(Generic[Link]):
             directions: Number of directions that share the sender's uplink.
             slowest_s: Seconds of the swarm's slowest link, for top-k; 0: those of the slowest in `durations`.
         """
-        link_s = self.durations.note(link, values, bandwidth_bps)
+        link_s = self.durations.record(link, values, bandwidth_bps)
         if self._compression.rule in SPARSE_RULES:
             choice = self._sparse(link_s, slowest_s or self.durations.slowest_s)
         elif self._only is not None:
@@ -236,13 +236,13 @@ def topk_ratio(rule: str, link_s: float, slowest_s: float, largest: float) -> fl
     return min(max(largest * slowness, 1.0), largest)
 
 
-def slowest_link_s(told: Iterable[float]) -> float:
+def slowest_link_s(reported_s: Iterable[float]) -> float:
     """Return the seconds of the slowest link, given each peer's own slowest; 0 if fewer than two peers report.
 
     It is the second longest time of all: a link has two ends, and both have measured it. So one peer alone makes no link the
     slowest that is not, and hides none but its own.
     """
-    longest = sorted(told, reverse=True)[:2]
+    longest = sorted(reported_s, reverse=True)[:2]
     return longest[1] if len(longest) == 2 else 0.0
 
 
@@ -252,13 +252,13 @@ def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps
     return next(fitting, ladder[-1])
 
 
-def encoded_bytes(values: Sequence[TensorInfo], codec: Codec, keep: float = 0.0) -> int:
-    """Return the encoded size of `values` in bytes; `keep` is the share of elements that top-k keeps. Only floats are
+def encoded_bytes(values: Sequence[TensorInfo], codec: Codec, topk_share: float = 0.0) -> int:
+    """Return the encoded size of `values` in bytes; `topk_share` is the share of elements that top-k keeps. Only floats are
     compressed: whole numbers are token ids or labels."""
     size_bytes = 0
     for info in values:
         used = codec if info.dtype in FLOAT_DTYPES else Codec.NONE
-        kept = round(keep * math.prod(info.shape)) if used == Codec.TOPK else 0
+        kept = round(topk_share * math.prod(info.shape)) if used == Codec.TOPK else 0
         size_bytes += payload_bytes(TensorInfo(used, info.dtype, info.shape, kept))
     return size_bytes
 
@@ -308,7 +308,7 @@ class CodecSchedule:
         self.truncate(start)
         self._changes = {**self._changes, start: codec}  # another thread may be reading the former
 
-    def take_up(self, changes: Iterable[tuple[int, Codec]]) -> None:
+    def merge(self, changes: Iterable[tuple[int, Codec]]) -> None:
         """Add `changes`, pairs of a position and the codec from there on. Changes that are already known at the same positions
         stay. Keeps the first `MAX_CHANGES`."""
         self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])

@@ -197,7 +197,7 @@ def drop_from(jobs: deque[Job], position: int) -> int:
     return dropped
 
 
-def take(jobs: deque[Job], count: int) -> Job:
+def next_job(jobs: deque[Job], count: int) -> Job:
     """Take the next `count` positions of a session as one job; fewer or more if the first jobs cannot be joined or cut
     to that."""
     job, rest = cut(jobs.popleft(), count)

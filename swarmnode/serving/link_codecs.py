@@ -59,9 +59,9 @@ class SessionCodecs:
             self._begin = accepted
         self._opened = opened
         unit = opened.route[opened.index].end
-        self.schedule.take_up((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == unit)
+        self.schedule.merge((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == unit)
 
-    def look(self, start: int, end: int, rtt_s: float, cost: PassCost) -> list[LinkCodec]:
+    def choose(self, start: int, end: int, rtt_s: float, cost: PassCost) -> list[LinkCodec]:
         """Choose codecs for positions [start, end), which are about to be computed.
 
         Returns the new choices. It is empty if the client fixed the codecs, they were chosen before, or the bandwidth

@@ -87,10 +87,10 @@ class Pipeline:
         limits = (worker.runner.pool.budget.limit_bytes for worker in self.workers)
         return all(size <= limit for size, limit in zip(cache_bytes, limits, strict=True))
 
-    def free_cache_tokens(self, kept: Sequence[int]) -> int:
-        """Return the positions that new sessions may reserve, on the device with the fewest. The caches of `kept`
+    def free_cache_tokens(self, retained: Sequence[int]) -> int:
+        """Return the positions that new sessions may reserve, on the device with the fewest. The caches of `retained`
         sessions count as free."""
-        held = [self.memory.cache_bytes(session) for session in kept if session in self.memory]
+        held = [self.memory.cache_bytes(session) for session in retained if session in self.memory]
         return min(
             (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
             // max(1, worker.runner.pool.bytes_per_token)
@@ -120,15 +120,15 @@ class Pipeline:
         self._passed[session] = tuple(parts)
 
     def fork(self, source: int, session: int, length: int) -> None:
-        """Begin the newly opened `session` with the first `length` positions of `source`; `keeps` must have returned
+        """Begin the newly opened `session` with the first `length` positions of `source`; `retains` must have returned
         True for them."""
         for worker in self._passed[session]:
             worker.fork(source, session, length)
 
-    def keeps(self, source: int, held: int, length: int) -> bool:
+    def retains(self, source: int, held: int, length: int) -> bool:
         """Return whether the first `length` positions of the session `source`, which holds at most `held` positions,
         can be copied."""
-        return source in self and all(worker.runner.pool.keeps(held, length) for worker in self._passed[source])
+        return source in self and all(worker.runner.pool.retains(held, length) for worker in self._passed[source])
 
     def extend(self, session: int, max_length: int) -> None:
         """Raise a session's number of positions to `max_length`. Their memory must be promised already."""
@@ -237,7 +237,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         self.give_way_beside: GiveWay = no_way
-        self.adapters.free_cache = self._free_kept
+        self.adapters.free_cache = self._free_retained
         runner = self.pipelines[0].workers[0].runner
         self.span: Span = self.pipelines[0].span
         self.vocab_size: int = runner.span.vocab_size
@@ -267,7 +267,7 @@ class Replicas:
     @property
     def free_cache_tokens(self) -> int:
         """Positions that a new session may have, on the replica with the most."""
-        kept = [session.key for session in self.sessions.values() if session.kept]
+        kept = [session.key for session in self.sessions.values() if session.retained]
         return max(pipeline.free_cache_tokens(kept) for pipeline in self.pipelines)
 
     def readings(self) -> Readings:
@@ -297,10 +297,10 @@ class Replicas:
         if able and not fitting:
             raise ProtocolError("it needs more memory than this machine lends", code=ErrorCode.TOO_LARGE)
         for pipeline in fitting:
-            if _take(pipeline, key, claimant, body):
+            if _reserve(pipeline, key, claimant, body):
                 return pipeline
         while fitting and (self.adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
-            if _take(fitting[0], key, claimant, body):
+            if _reserve(fitting[0], key, claimant, body):
                 return fitting[0]
         if fitting:
             promises = [promise for pipeline in self.pipelines for promise in pipeline.memory.promises]
@@ -308,9 +308,9 @@ class Replicas:
             self.give_way_beside(claimant, sum(cache_bytes) + journal, promises)
         raise Busy("there is no memory left for it", retry_s=self.config.retry_s)
 
-    def _free_kept(self) -> bool:
+    def _free_retained(self) -> bool:
         """Free the kept session that was unused for longest. Returns False if no session is kept."""
-        return _free_oldest([session for session in self.sessions.values() if session.kept])
+        return _free_oldest([session for session in self.sessions.values() if session.retained])
 
     def _make_room(self, pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
         """End sessions to make room for a new one, and return whether any was ended.
@@ -320,7 +320,7 @@ class Replicas:
         """
         here = [session for session in self.sessions.values() if session.key in pipeline]
         orphans = [session for session in here if session.orphaned and session.key != key]
-        if _free_oldest(orphans or [session for session in here if session.kept]):
+        if _free_oldest(orphans or [session for session in here if session.retained]):
             return True
         idle = [session.key for session in self.idle if session.key in pipeline]
         ended = pipeline.memory.who_gives_way(claimant, *_sizes(pipeline, body), idle)
@@ -336,10 +336,10 @@ def _free_oldest(sessions: Sequence[StageSession]) -> bool:
     return bool(sessions)
 
 
-def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
+def _reserve(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
     """Reserve the memory that the session `key` needs in `pipeline`. Returns False if there is no room."""
     cache_bytes, journal = _sizes(pipeline, body)
-    return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
+    return pipeline.memory.reserve(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
 
 
 def _sizes(pipeline: Pipeline, body: Open) -> tuple[tuple[int, ...], int]:

@@ -92,7 +92,7 @@ class StageServer:
     @property
     def load(self) -> int:
         """Number of sessions in use: those held, without idle ones that are kept to begin another text."""
-        return sum(not session.kept for session in self._sessions.values())
+        return sum(not session.retained for session in self._sessions.values())
 
     @property
     def row_load(self) -> float:
@@ -137,10 +137,10 @@ class StageServer:
 
     def _stop_taking(self) -> None:
         self.draining = True
-        for session in [session for session in self._sessions.values() if session.kept]:
+        for session in [session for session in self._sessions.values() if session.retained]:
             session.free()
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept new sessions again after draining."""
         self.draining = False
 
@@ -174,9 +174,9 @@ class StageServer:
     def _watch(self) -> None:
         """Check the sessions from time to time, while there are any."""
         if self._watching is None and self._sessions:
-            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._expire_sessions)
 
-    def _look(self) -> None:
+    def _expire_sessions(self) -> None:
         """End sessions that wait for a stalled device, and sessions that were unused for `forgotten_s`."""
         self._watching, since_s = None, asyncio.get_running_loop().time() - self.config.forgotten_s
         for pipeline in self._replicas.stalled:
@@ -229,7 +229,7 @@ class StageServer:
         except (ProtocolError, Busy) as error:
             code, trace = ErrorCode(error.code), trace_id(body.session).hex()
             log.info("session %s refused: %s", trace[:8], code.name, extra={"trace": trace})
-            self._note(f"refuses a text: {error}", channel.peer, body, WOULD_HELP.get(code))
+            self._record(f"refuses a text: {error}", channel.peer, body, WOULD_HELP.get(code))
             self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
@@ -257,16 +257,16 @@ class StageServer:
             session = None
         if session is None:
             session = self._new_session(channel.claimant, body, grammar)
-            self._note("takes a text", channel.peer, body)
+            self._record("takes a text", channel.peer, body)
         elif text_of(body) != text_of(session.opened):
-            session.kept = False  # it does not make room for itself
+            session.retained = False  # it does not make room for itself
             try:
                 self._admit(session.key, channel.claimant, body)
             except (ProtocolError, Busy):
                 session.free()
                 raise
         session.rebind(channel, body, text)
-        for early, attach in self._early.take(body.session):
+        for early, attach in self._early.pop_attaches(body.session):
             self._attach(early, attach)
 
     def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
@@ -294,7 +294,7 @@ class StageServer:
         alike = (one for one in self._sessions.values() if shape_of(one.opened) == shape_of(body))
         return next((one for one in alike if one.is_source_of(body)), None)
 
-    def _note(self, what: str, sender: PeerId, body: Open, would_help: str | None = None) -> None:
+    def _record(self, what: str, sender: PeerId, body: Open, would_help: str | None = None) -> None:
         """Log a decision about a session, with the memory and work at this moment."""
         idle = len(self._replicas.idle)
         facts = (
@@ -306,7 +306,7 @@ class StageServer:
             *([would_help] if would_help is not None else []),
         )
         about = (sender, trace_id(body.session).hex())
-        self.peer.decisions.note(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
+        self.peer.decisions.record(Topic.ADMISSION, what, facts, about=about, units=self._replicas.span)
 
     def _admit(self, key: int, claimant: Claimant, body: Open, *, beside: int | None = None) -> Pipeline:
         """Reserve memory for a new session, or for one that gets another text, so that it cannot run out of memory
@@ -342,12 +342,12 @@ class StageServer:
         elif session is not None and session.epoch > body.epoch:
             channel.close(Error(ErrorCode.STALE))
         else:
-            self._early.keep(channel, body)
+            self._early.store_attach(channel, body)
 
 
 def _begin_as(source: StageSession, session: StageSession, length: int, pipeline: Pipeline) -> None:
     """Copy the positions of `source` that are still here into the newly admitted session: `source` may have been freed
     for it."""
     length = min(length, source.computed)
-    if pipeline.keeps(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
+    if pipeline.retains(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
         pipeline.fork(source.key, session.key, begun)

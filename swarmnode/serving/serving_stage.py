@@ -24,7 +24,7 @@ from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PrecisionError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.measuring.capability import in_sequence, serving_section
-from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.measuring.hardware import Hardware, StageResources
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import Claimant
@@ -42,7 +42,7 @@ from swarmnode.serving.server import StageServer
 from swarmnode.serving.session.opening import units_of
 from swarmnode.serving.session.session import StageSession
 from swarmnode.serving.session.session_streams import Conveyed
-from swarmnode.serving.span_part import KeptSpan, LoadedSpan, SpanPart
+from swarmnode.serving.span_part import LoadedSpan, RetainedSpan, SpanPart
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import Section, ServingLoad
 from swarmnode.swarm.records.signed import Sign
@@ -71,7 +71,7 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
             return Answer(Error(ErrorCode.NO_SESSION))
         opened, transcript = session.opened, session.transcript
         received, sent = transcript.received.until(question.length), transcript.sent.until(question.length)
-        told = transcript.told
+        told = transcript.sent_tokens
         is_last = opened.index + 1 == len(opened.route)
         if question.first + question.count > min(received.length, told.length if is_last else sent.length):
             return Answer(Error(ErrorCode.INVALID_REQUEST))
@@ -82,7 +82,7 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
 
 
 def _state(
-    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, told: Edge
+    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, sent_tokens: Edge
 ) -> tuple[bytes, bytes]:
     """Return the signed statement of a hop's work that answers `question`, and the sketches of its inputs and outputs."""
     sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
@@ -101,7 +101,7 @@ def _state(
         first=question.first,
         count=question.count,
         received=received.edge(),
-        sent=sent.edge() if sent.entries else told,
+        sent=sent.edge() if sent.entries else sent_tokens,
         sketches=hashlib.sha256(payload).digest(),
     )
     return sign_statement(statement, author.sign), payload
@@ -114,7 +114,7 @@ Replica = Sequence[SpanPart]
 
 @dataclass(eq=False)
 class ServingStage(Stage):
-    """Replicas of a span, each in parts on its own devices, and their server. Made by `load` or `take_up`, ended by `close`."""
+    """Replicas of a span, each in parts on its own devices, and their server. Made by `load` or `restore`, ended by `close`."""
 
     hardware: Hardware
     replicas: Sequence[Replica]
@@ -133,7 +133,7 @@ class ServingStage(Stage):
         return f"<ServingStage {self.server!r}>"
 
     @classmethod
-    async def load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
+    async def load(cls, place: StageResources, checkpoint: Checkpoint, units: Units) -> ServingStage:
         """Load a span whose weights are on disk, measure it, and serve it.
 
         If its numbers overflow, it is loaded again in float32. Raises CheckpointError, and LocalError if a device
@@ -149,7 +149,7 @@ class ServingStage(Stage):
         return await cls._load(replace(place, hardware=wider), checkpoint, units)
 
     @classmethod
-    async def _load(cls, place: Workplace, checkpoint: Checkpoint, units: Units) -> ServingStage:
+    async def _load(cls, place: StageResources, checkpoint: Checkpoint, units: Units) -> ServingStage:
         hardware = place.hardware
         layout = hardware.lay_out(units, place.speed_cache, place.host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
@@ -159,17 +159,19 @@ class ServingStage(Stage):
         return stage
 
     @classmethod
-    async def take_up(cls, place: Workplace, kept: KeptSpan) -> ServingStage:
+    async def restore(cls, place: StageResources, retained: RetainedSpan) -> ServingStage:
         """Serve a span that was kept in host memory. Raises ExecutorDied or LocalError, as `serve` does."""
         async with contextlib.AsyncExitStack() as undo:
-            loaded = [[await _move_back(part, kept.hardware, undo) for part in replica] for replica in kept.replicas]
-            kept.memory.release()
-            stage = await cls.serve(replace(place, hardware=kept.hardware), loaded)
+            loaded = [
+                [await _move_back(part, retained.hardware, undo) for part in replica] for replica in retained.replicas
+            ]
+            retained.memory.release()
+            stage = await cls.serve(replace(place, hardware=retained.hardware), loaded)
             undo.pop_all()
         return stage
 
     @classmethod
-    async def serve(cls, place: Workplace, loaded: Sequence[Sequence[LoadedSpan]]) -> ServingStage:
+    async def serve(cls, place: StageResources, loaded: Sequence[Sequence[LoadedSpan]]) -> ServingStage:
         """Serve replicas of a span whose parts are loaded. Raises ExecutorDied, and LocalError if a device cannot
         compute it."""
         host, hardware, config = place.host, place.hardware, place.hardware.config.server
@@ -253,14 +255,14 @@ class ServingStage(Stage):
         """Take no new sessions, and wait until the last session has ended."""
         await self.server.finish()
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept new sessions again after draining."""
-        self.server.take_on()
+        self.server.reopen()
 
-    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+    def retain(self, host: MemoryLedger) -> RetainedSpan | None:
         """Move the weights of a closed stage into host memory; None if they are quantised, and then they are freed."""
         replicas = [[LoadedSpan(part.device, part.span) for part in replica] for replica in self.replicas]
-        return KeptSpan.of(self.hardware, replicas, host)
+        return RetainedSpan.of(self.hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
         """Stop serving and free all memory. The weights stay if `keep_span` is true."""
@@ -276,7 +278,7 @@ class ServingStage(Stage):
         gc.unfreeze()  # the objects of this stage may be collected
 
 
-async def _load_draft(place: Workplace, first: ModelSpan) -> DraftModel | None:
+async def _load_draft(place: StageResources, first: ModelSpan) -> DraftModel | None:
     """Load the draft model, if this node has one and holds the `first` layers; else return None. Raises CheckpointError."""
     part, config = place.hardware.draft, place.hardware.config
     if part is None or not first.has_embedding:
@@ -309,13 +311,13 @@ async def _load_part(
     return LoadedSpan(part.device, span, weights)
 
 
-async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
+async def _move_back(retained: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
     """Move layers that were kept in host memory during a pause back to their device, and count their memory until `undo` closes."""
-    lent, span = hardware.lent[kept.device], kept.span
+    lent, span = hardware.lent[retained.device], retained.span
     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
     undo.callback(weights.release)
     await asyncio.to_thread(span.move_to, lent.device.torch_device)
-    return replace(kept, weights=weights)
+    return replace(retained, weights=weights)
 
 
 def _pipeline(replica: Replica, journals: MemoryLedger) -> Pipeline:

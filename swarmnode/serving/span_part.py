@@ -21,7 +21,7 @@ from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner
 from swarmnode.errors import PrecisionError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.measuring.capability import Capability
-from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.measuring.hardware import Hardware, StageResources
 from swarmnode.measuring.meters import DECODE
 from swarmnode.plan.view import Span
 from swarmnode.serving.worker import Worker
@@ -86,13 +86,13 @@ class SpanPart:
         self._closed = False
         self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
         self._shared_passes = 0
-        self.worker.on_pass = self._note_pass
+        self.worker.on_pass = self._record_pass
 
     def __repr__(self) -> str:
         return f"<SpanPart {self.span!r} on device {self.device}>"
 
     @classmethod
-    async def start(cls, place: Workplace, loaded: LoadedSpan) -> SpanPart:
+    async def start(cls, place: StageResources, loaded: LoadedSpan) -> SpanPart:
         """Try a loaded span, and measure it. Raises ExecutorDied, and LocalError if the device cannot compute it."""
         hardware, executor = place.hardware, place.executors[loaded.device]
         span, lent = loaded.span, hardware.lent[loaded.device]
@@ -147,18 +147,18 @@ class SpanPart:
         """Measure the speeds again after weights were rearranged. No session may compute meanwhile."""
         await self.worker.call("measure", lambda: self.capability.measure(self.measure))
 
-    def _note_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
+    def _record_pass(self, phase: str, sessions: int, positions: int, units: int, seconds: float) -> None:
         """Note the speed of real work of a lone session, which is the announced speed. Short prompts do not count."""
         if sessions > 1:
             self._shared_passes += 1
             if self._shared_passes == COMPANY_PASSES:
                 self._loop.call_soon_threadsafe(self._company.set)
         elif phase == DECODE:
-            self.capability.note("decode_units_per_s", seconds / units)
+            self.capability.record("decode_units_per_s", seconds / units)
         elif positions == 2:
-            self.capability.note("pair_units_per_s", seconds / (units * positions))
+            self.capability.record("pair_units_per_s", seconds / (units * positions))
         elif positions >= PREFILL_POSITIONS:
-            self.capability.note("prefill_units_per_s", seconds / (units * positions))
+            self.capability.record("prefill_units_per_s", seconds / (units * positions))
 
     def stop_packing(self) -> None:
         """Stop rearranging weights for faster kernels, after the layer in progress."""
@@ -176,7 +176,7 @@ class SpanPart:
 
 
 @dataclass(frozen=True)
-class KeptSpan:
+class RetainedSpan:
     """Weights of a whole span in host memory: its replicas in parts, and the hardware that computed them.
 
     `memory` is their reservation in the host's ledger, until `release` or until they are back on their devices.
@@ -187,10 +187,12 @@ class KeptSpan:
     memory: Reservation
 
     def __repr__(self) -> str:
-        return f"<KeptSpan {self.replicas!r}>"
+        return f"<RetainedSpan {self.replicas!r}>"
 
     @classmethod
-    def of(cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger) -> KeptSpan | None:
+    def of(
+        cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger
+    ) -> RetainedSpan | None:
         """Move an unused span into host memory; None if its weights are quantised, which cannot move back, and then
         they are freed."""
         spans = [part.span for replica in replicas for part in replica]

@@ -10,15 +10,15 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.swarm.records.announcement import Section
 
 if TYPE_CHECKING:
-    from swarmnode.serving.span_part import KeptSpan
+    from swarmnode.serving.span_part import RetainedSpan
 
 
 class Stage(Protocol):
     """Layers of a model that are loaded, and that answer requests of other peers until `close`.
 
     Each kind has its own `load` (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, in this order:
-    `finish` and `take_on` in turn, any number of times; `drain`, at most once; `close`, also without a `drain`; `keep`, at
-    most once. All are called on the event loop but `keep`, which blocks and has a thread of its own. `settled` may be
+    `finish` and `reopen` in turn, any number of times; `drain`, at most once; `close`, also without a `drain`; `retain`, at
+    most once. All are called on the event loop but `retain`, which blocks and has a thread of its own. `settled` may be
     awaited before `drain` and `close`. `sections`, `readings`, `bound` and `rest_s` answer at once, at any time before
     `close`.
     """
@@ -47,11 +47,11 @@ class Stage(Protocol):
     async def finish(self) -> None:
         """Take no new work, and wait without a limit until all accepted work is over.
 
-        The owner may cancel the wait. New work is then still refused until `take_on`.
+        The owner may cancel the wait. New work is then still refused until `reopen`.
         """
         return
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept new work again after `finish` has stopped it; does nothing by default."""
         return
 
@@ -67,11 +67,11 @@ class Stage(Protocol):
         """End all work and links, and give all memory back.
 
         Args:
-            keep_span: Leave the weights in place, for a `keep` that follows.
+            keep_span: Leave the weights in place, for a `retain` that follows.
         """
         raise NotImplementedError
 
-    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+    def retain(self, host: MemoryLedger) -> RetainedSpan | None:
         """Move the weights of a stage that was closed with `keep_span` into host memory. Called on a thread of its own.
 
         Args:

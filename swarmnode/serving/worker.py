@@ -44,7 +44,7 @@ from swarmnode.net.deadlines import Deadline, Expectation
 from swarmnode.plan.serving.draft_budget import RowLoad
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
-from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from, take
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from, next_job
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
@@ -90,8 +90,8 @@ class ComputeWatch:
 
     def expect(self, *, step_s: float, position_s: float) -> None:
         """Set the expected seconds of a decode step and of one prompt position, measured before the first session came."""
-        self._position_s[True].note(step_s)
-        self._position_s[False].note(position_s)
+        self._position_s[True].record(step_s)
+        self._position_s[False].record(position_s)
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -108,7 +108,7 @@ class ComputeWatch:
     def computed(self, session: int, end: int, count: int, took_s: float, now_s: float) -> None:
         """Note that a pass of `took_s` seconds brought a session to position `end`, with `count` new positions."""
         self._moved_at_s = now_s
-        self._position_s[count == 1].note(took_s / count)
+        self._position_s[count == 1].record(took_s / count)
         if end >= self._waiting.get(session, (0, 0))[0]:
             self._waiting.pop(session, None)
 
@@ -296,21 +296,21 @@ class Worker:
         """Add a job of a session to those that wait for a pass. Waiting guesses that it takes back are dropped."""
         jobs = self._waiting.setdefault(item.session, deque())
         if item.back_to is not None and (dropped := drop_from(jobs, item.back_to)):
-            self.scheduler.take_back(item.session, dropped)
+            self.scheduler.retract(item.session, dropped)
         jobs.append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
-    def take(self) -> WorkItem | None:
+    def next_item(self) -> WorkItem | None:
         """Return the next pass; None if no job waits."""
-        jobs = [self._take(session, count) for session, count in self.scheduler.next().items()]
+        jobs = [self._next_job(session, count) for session, count in self.scheduler.next().items()]
         if not jobs:
             return None
         self.scheduler.took({job.session: job.count for job in jobs})
         return _Batch(jobs, self._run, self._give_up)
 
-    def _take(self, session: int, count: int) -> Job:
+    def _next_job(self, session: int, count: int) -> Job:
         jobs = self._waiting[session]
-        job = take(jobs, count)
+        job = next_job(jobs, count)
         if not jobs:
             del self._waiting[session]
         return job
@@ -336,11 +336,11 @@ class Worker:
                 self.executor.post(self._draw, job, finishes[id(job)], run)
         positions = len(batch) * max(job.count for job in batch)
         self.scheduler.ran(positions, run.ended_s - run.began_s)
-        self.row_load.note(run.ended_s, positions * self.scheduler.cost.position_s)
+        self.row_load.record(run.ended_s, positions * self.scheduler.cost.position_s)
         unsound = {id(job) for job, result in zip(at_once, results, strict=True) if result.bad_input}
         for job in batch:
             if id(job) not in unsound:
-                self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
+                self.meter.record_hop(job.phase, run.ended_s - job.submitted_s)
 
     def _guess_ahead(
         self, jobs: Sequence[Job], results: Sequence[JobResult], left: Mapping[int, Tensor]
@@ -377,9 +377,9 @@ class Worker:
                 works.append(work)
                 ready.append(job)
             except ProtocolError as error:
-                finishes[id(job)] = _told(JobResult(error=error.code, bad_input=True))
+                finishes[id(job)] = _returning(JobResult(error=error.code, bad_input=True))
             except Exception as error:
-                finishes[id(job)] = _told(_failure(job, error))
+                finishes[id(job)] = _returning(_failure(job, error))
         outcomes = self._pass(ready, works) if works else []
         for job, flag, outcome in zip(ready, sound, outcomes, strict=True):
             finishes[id(job)] = self._leave(job, flag, outcome, outputs)
@@ -400,12 +400,12 @@ class Worker:
         new_tokens = sum(count for job, count in zip(jobs, tokens, strict=True) if not job.handed_on)
         outcomes: list[Output | Exception] = []
 
-        def told(pass_s: float) -> None:
-            self.meter.note_pass(phase, pass_s, microbatches=len(works), tokens=new_tokens, unit_tokens=unit_tokens)
+        def record(pass_s: float) -> None:
+            self.meter.record_pass(phase, pass_s, microbatches=len(works), tokens=new_tokens, unit_tokens=unit_tokens)
             if not isinstance(outcomes[0], Exception):
                 self.on_pass(phase, len(works), works[0].count, units[0], pass_s)
 
-        with self._stopwatch.timing(told):
+        with self._stopwatch.timing(record):
             outcomes += self.runner.run_each(works)
         return outcomes
 
@@ -419,7 +419,7 @@ class Worker:
                 raise outcome
             finish = self._encode(job, outcome.output, outputs)
         except Exception as error:
-            return _told(_failure(job, error))
+            return _returning(_failure(job, error))
         if sound is None:
             return finish
         unsound = JobResult(error=ErrorCode.NOT_FINITE, bad_input=True)
@@ -454,10 +454,10 @@ class Worker:
             infos, finish = _put(states, [codec for _, _, codec in pieces], outputs)
             for info, piece in zip(infos, states, strict=True):
                 codec, encoded_bytes = Codec(info.codec), payload_bytes(info)
-                self.meter.note_tensors(codec, FORWARD, raw_bytes=piece.nbytes, encoded_bytes=encoded_bytes)
+                self.meter.record_tensors(codec, FORWARD, raw_bytes=piece.nbytes, encoded_bytes=encoded_bytes)
             return finish
         if not wanted:
-            return _told(JobResult())
+            return _returning(JobResult())
         y = y[:, y.shape[1] - wanted :]
         sound = outputs.add_finiteness(y)
         if isinstance(then, Sample):
@@ -516,7 +516,7 @@ def _finished(job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
         return _failure(job, error)
 
 
-def _told(result: JobResult) -> Finish:
+def _returning(result: JobResult) -> Finish:
     """Return a function that returns `result`, which needs no outputs of the device."""
     return lambda _fetched: result
 

@@ -67,7 +67,7 @@ class SwarmSettings:
     detect_s: float = 1.0  # until the peers that talk to a vanished peer notice; a closed socket is faster
     load_bytes_per_s: float = 1e9  # from the disk onto the device
     settle_s: float = 1.0  # from a claim to the choice that takes it
-    look_s: float = 1.0  # between two decisions whether to move
+    move_interval_s: float = 1.0  # between two decisions whether to move
     cache_tokens: int = StageConfig.cache_tokens
     rebalance: bool = True  # peers move for throughput; if False they only fill gaps
     directory: DirectoryConfig = field(default_factory=DirectoryConfig)

@@ -238,7 +238,7 @@ class CommandTree(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words behind the program's name. Old spellings become new ones, and help may be asked for at any place."""
         before = args[: args.index("--")] if "--" in args else args
-        if self._found(args[:-1]) == " ".join(args[:-1]) and args[1:] and args[-1] == "help":  # `run help`
+        if self._matching(args[:-1]) == " ".join(args[:-1]) and args[1:] and args[-1] == "help":  # `run help`
             before = [*args[:-1], "--help"]
         flags = [word for word in before if word in HELP]
         if ctx.resilient_parsing or (not flags and before[:1] != ["help"]):
@@ -253,13 +253,13 @@ class CommandTree(TyperGroup):
                 say(formatter.getvalue().strip())
                 ctx.exit()
         words = self._renamed(words, tells=True)
-        name = self._found(words)
+        name = self._matching(words)
         return list(super().parse_args(ctx, [*name.split(), "--help"] if name or not words else words))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the name of the command that `args` begin with, the command, and its arguments. A word that is none ends the
         program with advice and exit code 2."""
-        name = self._found(args)
+        name = self._matching(args)
         rest = args[len(name.split()) :]
         if name:
             command: Any = self.commands[name]
@@ -311,7 +311,7 @@ class CommandTree(TyperGroup):
     def _write_group(self, group: str, formatter: Any) -> None:
         write_commands(group, {name: self.commands[name] for name in self.table.groups[group]}, formatter)
 
-    def _found(self, words: Sequence[str]) -> str:
+    def _matching(self, words: Sequence[str]) -> str:
         """Return the longest name of a command that `words` begin with; empty if there is none."""
         names = (" ".join(words[:count]) for count in (2, 1))
         return next((name for name in names if name in self.commands), "")

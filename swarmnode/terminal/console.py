@@ -139,7 +139,7 @@ class LogOptions:
         """Set up logging: warnings, and with --verbose all messages of swarmnode. On a terminal, warnings are sentences as the rest
         of the output; in a file, and with --verbose, they are log lines."""
         handler = Handler()
-        speaks = self.log_format == "text" and not self.verbose and not is_kept(sys.stderr)
+        speaks = self.log_format == "text" and not self.verbose and not is_recorded(sys.stderr)
         handler.setFormatter(PlainLines() if speaks else LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
@@ -157,7 +157,7 @@ def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     break would be copied with it.
     """
     make_room(again=nl)
-    if nl and not is_kept(sys.stderr if err else sys.stdout):
+    if nl and not is_recorded(sys.stderr if err else sys.stdout):
         text = fitted(text)
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
@@ -340,7 +340,7 @@ def has_terminal() -> bool:
     return True
 
 
-def is_kept(stream: IO[str]) -> bool:
+def is_recorded(stream: IO[str]) -> bool:
     """Return whether output to `stream` may be stored for others to read: by a journal, in a file, or behind a pipe, as by Docker.
     Only a terminal's is not."""
     try:

@@ -155,12 +155,12 @@ def definitions(cls: type, base: Any = None) -> dict[str, Definition]:
 def build(cls: type[T], typed: Mapping[str, Any], base: T | None = None) -> T:
     """Build settings of `cls` from the texts in `typed`, by the names of the fields; the rest is as in `base`. Raises
     UsageError."""
-    given = _given(dataclasses.fields(cls), typed, base)  # type: ignore[arg-type]  # a settings class is a dataclass
+    given = _typed_values(dataclasses.fields(cls), typed, base)  # type: ignore[arg-type]  # a settings class is a dataclass
     return cls(**given) if base is None else dataclasses.replace(base, **given)  # type: ignore[type-var]
 
 
 def _definitions(fields: Sequence[Any], base: Any = None) -> dict[str, Definition]:
-    found: dict[str, Definition] = {}
+    by_name: dict[str, Definition] = {}
     for field in fields:
         name, entry = field.name, field.metadata[_KEY]
         if isinstance(entry, _Inner):
@@ -169,13 +169,13 @@ def _definitions(fields: Sequence[Any], base: Any = None) -> dict[str, Definitio
             new = {name: entry}
         else:
             new = {name: dataclasses.replace(entry, text=getattr(base, name))}
-        if twice := found.keys() & new.keys():
+        if twice := by_name.keys() & new.keys():
             raise TypeError(f"two options of one name: {', '.join(twice)}")
-        found |= new
-    return found
+        by_name |= new
+    return by_name
 
 
-def _given(fields: Sequence[Any], typed: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
+def _typed_values(fields: Sequence[Any], typed: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
     """Return the values of the fields whose typed text differs from the default. Raises UsageError."""
     known, given = _definitions(fields, base), dict[str, Any]()
     for name, entry in ((field.name, field.metadata[_KEY]) for field in fields):
@@ -217,7 +217,7 @@ def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def taking(**typed: Any) -> T:
-        values = {each.name: typed[each.name] for each in plain} | _given(fields, typed)
+        values = {each.name: typed[each.name] for each in plain} | _typed_values(fields, typed)
         usual = {field.name: _default(field) for field in fields if field.name not in values}
         return function(**values, **usual)
 

@@ -215,14 +215,14 @@ class Effort:
         self._cut = False
 
     def __repr__(self) -> str:
-        return f"Effort({self.taken_s:.1f} s of {self._limit_s or math.inf:g} s)"
+        return f"Effort({self.elapsed_s:.1f} s of {self._limit_s or math.inf:g} s)"
 
     def begin(self) -> None:
         """Restart the clock, because the time until now was not spent on searching."""
         self._begun_s = time.monotonic()
 
     @property
-    def taken_s(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the clock started."""
         return time.monotonic() - self._begun_s
 
@@ -230,7 +230,7 @@ class Effort:
         """Return whether the time limit, less a reserve for printing the result, is reached; always False without a limit. If
         so, remember that the search was cut short."""
         self._cut = self._cut or (
-            self._limit_s is not None and self.taken_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
+            self._limit_s is not None and self.elapsed_s >= (1 - RESERVE_SHARE) * self._limit_s - RESERVE_S
         )
         return self._cut
 

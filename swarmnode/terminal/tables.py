@@ -43,7 +43,7 @@ def new_table(
     return table
 
 
-def keep_whole(table: Table, *columns: str) -> None:
+def prevent_wrapping(table: Table, *columns: str) -> None:
     """Keep the cells of these columns on one line each, however narrow the terminal is."""
     for column in table.columns:
         if str(column.header) in columns:

@@ -140,7 +140,7 @@ class TrainingView:
             return
         try:
             for note in notes:
-                self.note(note)
+                self.print_line(note)
             if report is not None:
                 for sink in self._sinks:
                     sink(step_json(report))
@@ -152,7 +152,7 @@ class TrainingView:
     def show(self) -> None:
         """Show the state after a change; the base class shows nothing."""
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays, on standard error if standard output is for scripts."""
         say(text)
 
@@ -202,10 +202,10 @@ class Lines(TrainingView):
         super().__init__(sinks)
         self._as_json = as_json
         self._clock = clock
-        self._told = ""
-        self._told_s = -math.inf
+        self._printed = ""
+        self._printed_s = -math.inf
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         say(text, err=self._as_json)
 
     def show(self) -> None:
@@ -213,8 +213,8 @@ class Lines(TrainingView):
         if self._as_json and self.missing is None:
             return  # a sink prints the steps
         text, now_s = self.status(), self._clock()
-        if text != self._told or now_s - self._told_s > REPEAT_WAITING_S:
-            self._told, self._told_s = text, now_s
+        if text != self._printed or now_s - self._printed_s > REPEAT_WAITING_S:
+            self._printed, self._printed_s = text, now_s
             if self._as_json:
                 print_json({"event": "waiting", "missing": list(self.missing or ()), "why": self.why})
             else:
@@ -229,17 +229,17 @@ class Curve(TrainingView):
         super().__init__(sinks)
         self._console = console
         self._clock = clock
-        self._told, self._since_s = "", clock()
+        self._printed, self._since_s = "", clock()
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the curve, which a print past the console would leave to be overwritten."""
         self._console.print(printable(fitted(text)), markup=False, soft_wrap=True)
 
     def drawn(self) -> RenderableType:
         """Return the curve, if a step has been made, and the state as a line."""
         state = self.status()
-        if state != self._told:
-            self._told, self._since_s = state, self._clock()
+        if state != self._printed:
+            self._printed, self._since_s = state, self._clock()
         seconds = int(self._clock() - self._since_s)
         state = f"{state}  {seconds} s" if seconds else state
         style = "yellow" if self.missing is not None else "bold"
@@ -386,11 +386,11 @@ def change_lines(before: TuningPlan, plan: TuningPlan) -> list[str]:
     return [f"Going on from step {plan.step}{why}", *(line for line in lines if line not in known)]
 
 
-def hop_line(one: PlannedHop) -> str:
+def hop_line(hop: PlannedHop) -> str:
     """Return what a peer holds and sees in one line."""
-    kept, passing = format_bytes(one.held.adapter_bytes), format_bytes(one.held.pass_bytes)
-    seen = f"; its owner could see {', '.join(one.sees)}" if one.sees else ""
-    held = f"{one.name} holds {layers(one.hop.start, one.hop.end)}"
+    kept, passing = format_bytes(hop.held.adapter_bytes), format_bytes(hop.held.pass_bytes)
+    seen = f"; its owner could see {', '.join(hop.sees)}" if hop.sees else ""
+    held = f"{hop.name} holds {layers(hop.hop.start, hop.hop.end)}"
     return f"{held}: {kept} of adapter and optimiser, up to {passing} of passes{seen}"
 
 

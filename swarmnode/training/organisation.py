@@ -54,7 +54,7 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
 
     announced = AnnouncedLoad(directory, clock)
 
-    def told() -> StepLoad:
+    def announced_load() -> StepLoad:
         return known if (known := announced()).all_positions else usual
 
     load_of = lru_cache(maxsize=8)(partial(training_load, hardware))
@@ -62,10 +62,10 @@ def training_rule(directory: Directory, hardware: Hardware, positions: int, cloc
     lines = HomeLines(clock)
 
     def network(view: View, peers: Sequence[PeerView]) -> TrainingNetwork:
-        return announced_network(lines.held(view, peers), peers, told().positions)
+        return announced_network(lines.held(view, peers), peers, announced_load().positions)
 
     return TrainingRule(
-        StepOutlook(lambda: load_of(told()), network, clock=clock),
+        StepOutlook(lambda: load_of(announced_load()), network, clock=clock),
         capacity,
         lambda: has_begun(directory),
         under_way=lambda: bool(announced().all_positions),

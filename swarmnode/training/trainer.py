@@ -128,7 +128,7 @@ class Trainer:
             )
         return stopped.step
 
-    def hear(self, news: StepReport | ProgressReport) -> None:
+    def receive_report(self, news: StepReport | ProgressReport) -> None:
         """Pass on a report. Each step is reported once, whichever coordinator reports it."""
         if isinstance(news, ProgressReport):
             # Log a warning once for each peer that is newly left out of the training.
@@ -169,7 +169,7 @@ class _FeedingSession:
         stopping = asyncio.ensure_future(stop.wait())
         stopping.add_done_callback(lambda _: self._end(None))
         try:
-            self._channel = await self._switchboard.call(self._coordinator, self._hear, self._lose)
+            self._channel = await self._switchboard.call(self._coordinator, self._receive, self._lose)
             self._channel.send(Work(encode_run(self._run), WANT, self._trainer.next_step))
             self._feeding.spawn(self._watch_silence(), "silence")
             return await self._over
@@ -229,7 +229,7 @@ class _FeedingSession:
         if not self._over.done():
             self._over.set_result(result)
 
-    def _hear(self, _frame: Frame, body: Body) -> None:
+    def _receive(self, _frame: Frame, body: Body) -> None:
         self._silent_ticks = 0
         if isinstance(body, StepReport | Stopped | Release) and body.run != self._run.id:
             log.info("coordinator %s reports another run", self._coordinator)
@@ -244,20 +244,20 @@ class _FeedingSession:
         if not self._over.done():
             self._over.set_exception(refusal(body.code, peer=self._coordinator))
 
-    def _note_step(self, news: StepReport) -> None:
+    def _record_step(self, news: StepReport) -> None:
         self._idle_ticks = 0
-        self._trainer.hear(news)
+        self._trainer.receive_report(news)
 
-    def _note_progress(self, news: ProgressReport) -> None:
+    def _record_progress(self, news: ProgressReport) -> None:
         self._excused = bool(news.missing) or any(wait.what == FrameKind.WORK for wait in news.waits)
-        self._trainer.hear(news)
+        self._trainer.receive_report(news)
 
     def _release(self, body: Release) -> None:
         for lease in body.leases:
             if lease in self._leases:
                 self._leases[lease].cancel()
 
-    def _take(self, lease: Lease) -> None:
+    def _accept_lease(self, lease: Lease) -> None:
         if lease.run != self._run.id:
             self._tell(Failed(lease.lease, "", ErrorCode.WRONG_RUN, run=self._run.id))
             return
@@ -303,7 +303,7 @@ class _FeedingSession:
             if not answer.done():
                 answer.set_exception(error)
 
-        def hear(_frame: Frame, body: Body) -> None:
+        def receive(_frame: Frame, body: Body) -> None:
             if isinstance(body, Backward) and body.run != lease.run:
                 fail(refusal(ErrorCode.WRONG_RUN, peer=first.peer))
             elif isinstance(body, Backward) and not answer.done():
@@ -313,18 +313,18 @@ class _FeedingSession:
             elif isinstance(body, End | Error):
                 fail(refusal(ErrorCode.PEER_LOST, peer=first.peer))
 
-        def hear_last(_frame: Frame, body: Body) -> None:
+        def receive_last(_frame: Frame, body: Body) -> None:
             if isinstance(body, Fault | Error | End):
                 fail(refusal(getattr(body, "code", ErrorCode.PEER_LOST), peer=last.peer))
 
         inputs, labels = await asyncio.to_thread(self._trainer.batches.microbatch, lease.step, lease.number, self._run)
         told = {name: getattr(lease, name) for name in FROM_LEASE} | {"feeder": self._switchboard.peer_id}
         with ExitStack() as channels:
-            for values, peer, heard in ((labels, last.peer, hear_last), (inputs, first.peer, hear)):
+            for values, peer, heard in ((labels, last.peer, receive_last), (inputs, first.peer, receive)):
                 infos, payload = encode_values(values)
                 channel = await self._switchboard.call(peer, heard, fail)
                 channels.callback(channel.close)
-                frame = Labels(values=infos, **told) if heard is hear_last else Forward(hop=0, values=infos, **told)
+                frame = Labels(values=infos, **told) if heard is receive_last else Forward(hop=0, values=infos, **told)
                 channel.send(frame, payload=payload)
             return await answer
 
@@ -333,10 +333,10 @@ FROM_LEASE = ("term", "lease", "step", "number", "route", "run", "within_s", "se
 """Fields that FORWARD and LABELS copy from the lease; its seal proves to the hops that it is this trainer's."""
 
 FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = {
-    Lease: _FeedingSession._take,
+    Lease: _FeedingSession._accept_lease,
     Release: _FeedingSession._release,
-    StepReport: _FeedingSession._note_step,
-    ProgressReport: _FeedingSession._note_progress,
+    StepReport: _FeedingSession._record_step,
+    ProgressReport: _FeedingSession._record_progress,
     Stopped: _FeedingSession._end,
     Failed: _FeedingSession._redirect,
     Error: _FeedingSession._refused,

@@ -408,7 +408,7 @@ class HopAdapter(Protocol):
     def encode(self, values: Values, direction: str) -> Encoded:
         """Return descriptors and payloads of values for the neighbour in a direction. Raises ProtocolError if they overflow."""
 
-    def note_pass(self, phase: str, began_s: float) -> None:
+    def record_pass(self, phase: str, began_s: float) -> None:
         """Meter a pass that began at `began_s`, with its waiting."""
 
     async def send_on(self, body: TuneInput, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
@@ -456,14 +456,14 @@ class HopPassage(AdapterPassage):
 
     async def send_on(self, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
         """Send the outputs on; see `HopAdapter`."""
-        self.held.note_pass(FORWARD, self.began_s)
+        self.held.record_pass(FORWARD, self.began_s)
         return await self.held.send_on(self._body, encoded)
 
     async def turn_back(self, answer: tuple[TuneGradient, Buffer]) -> Sent:
         """Compute the gradients of the inputs from those of the outputs, which the next peer sent."""
         began_s = asyncio.get_running_loop().time()
         sent: Sent = await super().turn_back(answer)
-        self.held.note_pass(BACKWARD, began_s)
+        self.held.record_pass(BACKWARD, began_s)
         return sent
 
     def turn(self, part: AdapterPart, answer: tuple[TuneGradient, Buffer]) -> ByPiece[Any]:

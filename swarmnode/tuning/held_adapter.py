@@ -81,7 +81,7 @@ class AdapterHost(Protocol):
     def ended(self, adapter: HeldAdapter) -> None:
         """Free the place of an adapter that has ended, and close it."""
 
-    def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
+    def record_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
         """Count a pass of one microbatch, which took `seconds` with its waiting."""
 
     def bandwidth_bps(self, peer: PeerId) -> float | None:
@@ -90,14 +90,14 @@ class AdapterHost(Protocol):
     def make_room(self, adapter: HeldAdapter) -> bool:
         """End adapters of owners that hold more than this one's owner, for a pass of it. Returns False if there are none."""
 
-    def note_payloads(self) -> None:
+    def limit_payloads(self) -> None:
         """End adapters whose payloads take too much of the host's memory."""
 
 
 class HopCodecs:
     """Codecs of the values that one hop sends on and back: one for all, or as each link needs among those that are `allowed`.
 
-    `hear` is called on the event loop, `encode` on the device's thread.
+    `record_bandwidth` is called on the event loop, `encode` on the device's thread.
     """
 
     def __init__(self, opened: OpenAdapter, allowed: Collection[int]) -> None:
@@ -112,7 +112,7 @@ class HopCodecs:
         """Return whether the hops beside this one, and the owner, may send values in this codec."""
         return codec in self._decoded
 
-    def hear(self, direction: str, bandwidth_bps: float | None) -> None:
+    def record_bandwidth(self, direction: str, bandwidth_bps: float | None) -> None:
         """Note the bandwidth of the link in a direction."""
         self._bandwidths_bps[direction] = bandwidth_bps
 
@@ -167,14 +167,14 @@ class HeldAdapter:
         self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
         self._leaving: dict[Key, _Leaving] = {}
         self._next: asyncio.Task[Channel] | None = None
-        self._obeys = False  # whether a command of the owner is under way
+        self._is_executing = False  # whether a command of the owner is under way
         self._loading = bytearray()  # the beginning of the file of layer `_due`
         self._due = self.hop.start
         self._loads_gradients = False  # whether the pieces that come are gradients, not a state
         self._loaded_bytes = 0  # of the files of the present state before it
         self._memory = host.switchboard.ledger.count(Account.CHECKPOINTS)  # of a state that comes or goes
         self._before: Channel | None = None  # from the previous hop
-        channel.on_frame = self._hear_owner
+        channel.on_frame = self._receive_from_owner
         channel.on_lost = lambda _error: self.end()
 
     def __repr__(self) -> str:
@@ -235,7 +235,7 @@ class HeldAdapter:
         """Take microbatches from the previous hop on `channel`. Raises ProtocolError if another channel feeds the adapter."""
         if self._before is not None and self._before.open:
             raise ProtocolError("another conversation feeds this adapter", code=ErrorCode.NO_SESSION)
-        channel.on_frame = self._hear_previous
+        channel.on_frame = self._receive_from_previous
         channel.on_lost = lambda error: self._fail(error)
         self._before = channel
 
@@ -267,7 +267,7 @@ class HeldAdapter:
 
     # -- conversations
 
-    def _hear_owner(self, frame: Frame, body: Body) -> None:
+    def _receive_from_owner(self, frame: Frame, body: Body) -> None:
         self.moved_s = self._clock()
         if isinstance(body, TuneInput) and self.opened.index == 0:
             self._enter(body, frame.payload)
@@ -281,13 +281,13 @@ class HeldAdapter:
                 future.set_result((body, frame.payload))
                 self._hold((body.step, body.number), frame.payload)
         elif isinstance(body, TuneGradient) and self.is_last and self.ends_at_owner:
-            self._take_gradient(body, frame.payload)
+            self._receive_gradient(body, frame.payload)
         elif isinstance(body, Gather):
-            self._obey(self._gather(body))
+            self._execute(self._gather(body))
         elif isinstance(body, Update):
-            self._obey(self._update(body))
+            self._execute(self._update(body))
         elif isinstance(body, GetAdapter):
-            self._obey(self._give(body))
+            self._execute(self._give(body))
         elif isinstance(body, AdapterPiece):
             self._load(body, frame.payload)
         elif isinstance(body, End | Error):
@@ -295,15 +295,15 @@ class HeldAdapter:
         else:
             self._fail(ProtocolError(f"an unexpected {type(body).__name__}"))
 
-    def _hear_previous(self, frame: Frame, body: Body) -> None:
+    def _receive_from_previous(self, frame: Frame, body: Body) -> None:
         if isinstance(body, TuneInput):
             self._enter(body, frame.payload)
         elif not isinstance(body, End | Error):  # the owner hears of a lost hop itself
             self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self.sender))
 
-    def _hear_next(self, frame: Frame, body: Body) -> None:
+    def _receive_from_next(self, frame: Frame, body: Body) -> None:
         if isinstance(body, TuneGradient):
-            self._take_gradient(body, frame.payload)
+            self._receive_gradient(body, frame.payload)
         else:
             unexpected = ProtocolError(f"an unexpected {type(body).__name__}", peer=self.next_peer)
             self._fail(ending(body, self.next_peer) or unexpected)
@@ -319,20 +319,20 @@ class HeldAdapter:
             return
         self._tasks.spawn(self._guarded(work), "step")
 
-    def _obey(self, work: Coroutine[Any, Any, None]) -> None:
+    def _execute(self, work: Coroutine[Any, Any, None]) -> None:
         """Begin a command. The owner awaits the answer to each one before the next, which bounds the states in memory."""
-        if self._obeys:
+        if self._is_executing:
             work.close()
             self._fail(ProtocolError("a command before the answer to the last one"))
         else:
-            self._obeys = True
+            self._is_executing = True
             self._spawn(self._obeyed(work))
 
     async def _obeyed(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         finally:
-            self._obeys = False
+            self._is_executing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; an error of it is reported to the owner and ends the adapter."""
@@ -387,7 +387,7 @@ class HeldAdapter:
     def _hold(self, key: Key, payload: Buffer) -> None:
         """Count a payload of a microbatch until the microbatch is over. May end the adapter."""
         self._payloads[key] += len(payload)
-        self.host.note_payloads()
+        self.host.limit_payloads()
 
     def _is_near(self, step: int) -> bool:
         """Return whether microbatches of `step` may come now: of the present step, or of the next one."""
@@ -403,7 +403,7 @@ class HeldAdapter:
             for info in values
         )
 
-    def _take_gradient(self, body: TuneGradient, payload: Buffer) -> None:
+    def _receive_gradient(self, body: TuneGradient, payload: Buffer) -> None:
         """Take the gradients of values that left here. Those of other values, or of other shapes, end the adapter."""
         leaving = self._leaving.get((body.step, body.number))
         if leaving is None or leaving.gradients.done():
@@ -431,9 +431,9 @@ class HeldAdapter:
         """Take one microbatch there and, if it learns, back."""
         key, number = (body.step, body.number), body.number
         if self.opened.adapts and not self.is_last:
-            self._codecs.hear(FORWARD, self.host.bandwidth_bps(self.next_peer))
+            self._codecs.record_bandwidth(FORWARD, self.host.bandwidth_bps(self.next_peer))
         if self.opened.adapts and self.opened.index:
-            self._codecs.hear(BACKWARD, self.host.bandwidth_bps(self.sender))
+            self._codecs.record_bandwidth(BACKWARD, self.host.bandwidth_bps(self.sender))
         try:
             await self._owner_gives(self._until(lambda: self._step == body.step))
             ends_here = self.is_last and not self.ends_at_owner
@@ -449,7 +449,7 @@ class HeldAdapter:
                         raise
                     self.adapter.forget(number)
             if ends_here:
-                self.note_pass(BACKWARD, passage.began_s)
+                self.record_pass(BACKWARD, passage.began_s)
                 if not self.ended:
                     self.channel.send(TuneLoss(body.step, number, passage.loss, passage.counted), at_once=True)
             if body.learns and gradients is not None:
@@ -461,7 +461,7 @@ class HeldAdapter:
             self._payloads.pop(key, None)
             self._leaving.pop(key, None)
             self.adapter.forget(number)
-            self._note_change()
+            self._signal_change()
         if body.learns and not self.ended:
             # The owner gets a report instead of gradients if token ids came, which have none.
             present, (infos, buffers) = gradients or ((), ((), []))
@@ -501,12 +501,12 @@ class HeldAdapter:
         """Return values encoded for the neighbour in a direction, on a device's thread. Raises ProtocolError if they overflow."""
         return self._codecs.encode(values, direction)
 
-    def note_pass(self, phase: str, began_s: float) -> None:
+    def record_pass(self, phase: str, began_s: float) -> None:
         """Meter a pass that began at `began_s`, with its waiting."""
-        self.host.note_pass(phase, self._clock() - began_s, self)
+        self.host.record_pass(phase, self._clock() - began_s, self)
 
     async def _call_next(self) -> Channel:
-        channel = await call_hop(self.host.switchboard, self.next_peer, self._hear_next, self._fail)
+        channel = await call_hop(self.host.switchboard, self.next_peer, self._receive_from_next, self._fail)
         if self.ended:
             channel.close()
             raise PeerLost("the adapter has ended")
@@ -520,13 +520,13 @@ class HeldAdapter:
         while not ready():
             await self._change.wait()
 
-    def _note_change(self) -> None:
+    def _signal_change(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
 
     def _begin(self, step: int) -> None:
         self._step, self._counted = step, 0
-        self._note_change()
+        self._signal_change()
 
     @property
     def is_computing(self) -> bool:
@@ -561,7 +561,7 @@ class HeldAdapter:
         for unit in units:
             raw = await (self.adapter.gradients if body.gradients else self.adapter.state)(unit)
             self._memory.count(len(raw))
-            self.host.note_payloads()
+            self.host.limit_payloads()
             for message, piece in pieces_of(body.step, unit, raw, ends=unit == units[-1]):
                 await self.channel.drain()
                 self.channel.send(message, payload=[piece])
@@ -581,7 +581,7 @@ class HeldAdapter:
             self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
         else:
             self._memory.count(self._loaded_bytes + body.size)
-            self.host.note_payloads()
+            self.host.limit_payloads()
             self._loading += payload
             if len(self._loading) == body.size:
                 raw, self._loading = bytes(self._loading), bytearray()

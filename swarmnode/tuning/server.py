@@ -23,7 +23,7 @@ from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.links.switchboard import Channel
-from swarmnode.measuring.hardware import Workplace
+from swarmnode.measuring.hardware import StageResources
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -35,7 +35,7 @@ from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.serving.serving_stage import ServingStage
 from swarmnode.serving.session.session_memory import BUSY_WEIGHT, Held, Shares
-from swarmnode.serving.span_part import KeptSpan
+from swarmnode.serving.span_part import RetainedSpan
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import Section, TuningOffer
 from swarmnode.swarm.records.manifest import PRIVATE, SERVING_CODECS, Manifest
@@ -124,7 +124,7 @@ class TuningServer:
             adapter.drain()
         await self._idle.wait()
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept new adapters again after draining."""
         self.draining = False
 
@@ -152,12 +152,12 @@ class TuningServer:
         if not self._adapters:
             self._idle.set()
 
-    def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
+    def record_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
         """Count a pass of one microbatch, which took `seconds` with its waiting."""
         units = adapter.hop.end - adapter.hop.start
         tokens = adapter.positions
-        self.meter.note_hop(phase, seconds)
-        self.meter.note_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+        self.meter.record_hop(phase, seconds)
+        self.meter.record_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
 
     def make_room(self, adapter: HeldAdapter) -> bool:
         """End adapters of owners that hold more than this one's owner, for a pass of it. Returns False if there are none."""
@@ -178,12 +178,12 @@ class TuningServer:
             largest = max(excess_bytes, key=lambda one: (excess_bytes[one], one.total_bytes))
             if excess_bytes[largest] <= 0:
                 break
-            held.take(largest)
+            held.subtract(largest)
             freed_bytes += largest.total_bytes
             largest.end(Error(ErrorCode.BUSY, self._config.retry_s))
         return freed_bytes > 0
 
-    def note_payloads(self) -> None:
+    def limit_payloads(self) -> None:
         """End adapters of the owners with most payloads, as long as payloads of adapters take more memory than they leave free."""
         ledger = self.switchboard.ledger
         if ledger.limit_bytes is None:
@@ -299,7 +299,7 @@ class TuningServer:
 
     def _make_place(self, place: object, claimant: Claimant) -> None:
         """Take a place for a new adapter; the owner with most gives one up if all are taken. Raises Busy if there is none."""
-        yielding = self._places.take(place, claimant)
+        yielding = self._places.admit(place, claimant)
         if yielding is place:
             raise Busy("there is no place for more adapters", retry_s=self._config.retry_s)
         for adapter in [adapter for adapter in self._adapters.values() if adapter.place is yielding]:
@@ -341,9 +341,9 @@ class TuningServer:
     def _watch(self) -> None:
         """End adapters whose owners were silent for `forgotten_s`, while there are any."""
         if self._watching is None and self._adapters:
-            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._expire_adapters)
 
-    def _look(self) -> None:
+    def _expire_adapters(self) -> None:
         self._watching, since_s = None, asyncio.get_running_loop().time() - self._config.forgotten_s
         for adapter in [adapter for adapter in self._adapters.values() if adapter.moved_s <= since_s]:
             adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
@@ -372,7 +372,7 @@ class TuningStage(Stage):
         return f"<TuningStage {self.tuning!r} beside {self.serving!r}>"
 
     @classmethod
-    async def beside(cls, place: Workplace, serving: ServingStage, share: float) -> TuningStage:
+    async def beside(cls, place: StageResources, serving: ServingStage, share: float) -> TuningStage:
         """Open the layers of `serving` to adapters of other peers, which take `share` of the time while sessions run."""
         manifest = place.host.swarm.manifest
 
@@ -418,10 +418,10 @@ class TuningStage(Stage):
         """Take no new work, and wait until all sessions have ended and all adapters have moved."""
         await asyncio.gather(self.serving.finish(), self.tuning.finish())
 
-    def take_on(self) -> None:
+    def reopen(self) -> None:
         """Accept new work again."""
-        self.serving.take_on()
-        self.tuning.take_on()
+        self.serving.reopen()
+        self.tuning.reopen()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, and let the present one move to other peers."""
@@ -432,6 +432,6 @@ class TuningStage(Stage):
         await self.tuning.close()
         await self.serving.close(keep_span=keep_span)
 
-    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+    def retain(self, host: MemoryLedger) -> RetainedSpan | None:
         """Move the weights of a closed stage into host memory; None if they cannot be kept."""
-        return self.serving.keep(host)
+        return self.serving.retain(host)

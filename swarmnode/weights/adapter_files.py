@@ -77,31 +77,31 @@ class BroughtAdapters:
 
     def __post_init__(self) -> None:
         self._swarm = self.host.swarm.id
-        self._known: dict[str, AdapterRecord] = {}  # by id, the least recently used first
+        self._admitted: dict[str, AdapterRecord] = {}  # by id, the least recently used first
         self._raw: dict[str, bytes] = {}  # their signed bytes
         self._begun: set[str] = set()
         self._blocked_ids = frozenset[str]()
         self._blocked = BlockedAdapters(self.host.config.home)
         self._own = OwnAdapters(self.host.config.home, self._swarm)
         self._own_by_id: dict[str, OwnAdapter] = {}
-        self._given: set[FileContent] = set()  # files of own shared adapters
+        self._shared_files: set[FileContent] = set()  # files of own shared adapters
         self.offers = AdapterOffers(self.host, self._swarm)
         self._tasks = Tasks("adapters of members", on_crash=self.host.supervisor.ends_peer)
 
     def __repr__(self) -> str:
-        return f"<BroughtAdapters, {len(self._known)} known>"
+        return f"<BroughtAdapters, {len(self._admitted)} known>"
 
     def __contains__(self, adapter: str) -> bool:
         """Return whether the adapter with this id was admitted, and is not over."""
-        return adapter in self._known
+        return adapter in self._admitted
 
     async def start(self) -> None:
         """Take up what an earlier run has left, and start to take offers."""
         for record, raw in await asyncio.to_thread(self._restore):
-            self._known[record.id], self._raw[record.id] = record, raw
+            self._admitted[record.id], self._raw[record.id] = record, raw
             self._begun.add(record.id)
             self._give(record)
-        await self._look()
+        await self._read_lists()
         await self.offers.start()
         self._tasks.spawn(self._sweep(), "sweep")
         self._tasks.spawn(self._list_own(), "list own adapters")
@@ -112,7 +112,7 @@ class BroughtAdapters:
         await self.offers.close()
 
     @property
-    def takes_any(self) -> bool:
+    def serves_any(self) -> bool:
         """Whether this node serves adapters at all."""
         return self.host.config.adapters != NO_ADAPTERS
 
@@ -131,15 +131,15 @@ class BroughtAdapters:
         record = admitted_record(opened, sender, self._swarm, verify, self.host.clock.unix())
         if record.id in self._blocked_ids:
             raise ProtocolError("the adapter is blocked here", code=ErrorCode.ADAPTER_REFUSED)
-        known = self._known.get(record.id)
+        known = self._admitted.get(record.id)
         if known is None:
             self._check_quotas(record)
         if known is None or record.expires_at > known.expires_at:
             self._raw[record.id] = opened.ticket.record
         else:
             record = known
-        self._known.pop(record.id, None)
-        self._known[record.id] = record
+        self._admitted.pop(record.id, None)
+        self._admitted[record.id] = record
 
     def _check_quotas(self, new: AdapterRecord) -> None:
         """Make room for a new adapter among those that no session uses.
@@ -147,14 +147,14 @@ class BroughtAdapters:
         Raises ProtocolError (ADAPTER_QUOTA) if it can never fit, Busy if all others are in use.
         """
         limits = self.limits
-        own_bytes = [one.size_bytes for one in self._known.values() if one.owner == new.owner]
+        own_bytes = [one.size_bytes for one in self._admitted.values() if one.owner == new.owner]
         over_own = (
             len(own_bytes) >= limits.owner_adapters or sum(own_bytes) + new.size_bytes > limits.owner_adapter_bytes
         )
         if over_own or new.size_bytes > limits.adapter_bytes:
             raise ProtocolError("the adapter is over the space for adapters here", code=ErrorCode.ADAPTER_QUOTA)
-        while len(self._known) >= limits.adapters or self._taken_bytes + new.size_bytes > limits.adapter_bytes:
-            unused = [one for one in self._known if not self.is_used(one)]
+        while len(self._admitted) >= limits.adapters or self._used_bytes + new.size_bytes > limits.adapter_bytes:
+            unused = [one for one in self._admitted if not self.is_used(one)]
             if not unused:
                 raise Busy("all adapters here are in use", retry_s=limits.retry_s)
             gone = min(unused, key=lambda one: one in self._begun)  # first those without files
@@ -162,14 +162,14 @@ class BroughtAdapters:
             self._tasks.spawn(asyncio.to_thread(self._delete, gone), "make room")
 
     @property
-    def _taken_bytes(self) -> int:
-        return sum(one.size_bytes for one in self._known.values())
+    def _used_bytes(self) -> int:
+        return sum(one.size_bytes for one in self._admitted.values())
 
     # -- files
 
     def info(self, adapter: str) -> AdapterInfo:
         """Return the files of an adapter that was admitted."""
-        return self._known[adapter].info
+        return self._admitted[adapter].info
 
     def own(self, adapter: str) -> OwnAdapter | None:
         """Return the adapter if it is one of this home folder; else None."""
@@ -177,7 +177,7 @@ class BroughtAdapters:
 
     def sources(self, adapter: str) -> list[Source]:
         """Return the peers to fetch an adapter from: those that offer it, and for a shared one any peer that holds weights."""
-        record = self._known.get(adapter)
+        record = self._admitted.get(adapter)
         if record is None:
             return []
         offered = self.offers.sources(adapter)
@@ -197,7 +197,7 @@ class BroughtAdapters:
 
     async def settle(self, adapter: str) -> None:
         """Give fetched files of a shared adapter to others; delete those of an adapter that is over meanwhile."""
-        record = self._known.get(adapter)
+        record = self._admitted.get(adapter)
         if record is None:
             await asyncio.to_thread(self._delete, adapter)
         else:
@@ -213,7 +213,7 @@ class BroughtAdapters:
         await asyncio.to_thread(self._delete, adapter)
 
     def _strike(self, adapter: str, code: ErrorCode) -> None:
-        record = self._known.pop(adapter, None)
+        record = self._admitted.pop(adapter, None)
         self._raw.pop(adapter, None)
         self._begun.discard(adapter)
         if record is None:
@@ -221,7 +221,7 @@ class BroughtAdapters:
         log.info("%r is over at this node", record)
         self.offers.forget(adapter)
         self.seeder.withdraw(record.info.files)
-        for other in self._known.values():
+        for other in self._admitted.values():
             self._give(other)  # it may have the same config
         self.on_gone(adapter, code)
 
@@ -255,16 +255,16 @@ class BroughtAdapters:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self._look()
+            await self._read_lists()
 
-    async def _look(self) -> None:
+    async def _read_lists(self) -> None:
         """Read the lists in the home folder, and drop what must go."""
         self._own_by_id = await self._read_own()
         self._give_own()
         self._blocked_ids = await asyncio.to_thread(self._blocked.ids)
         now = self.host.clock.unix()
-        over = {one: ErrorCode.ADAPTER_EXPIRED for one, record in self._known.items() if record.expires_at <= now}
-        blocked = dict.fromkeys(self._known.keys() & self._blocked_ids, ErrorCode.ADAPTER_REFUSED)
+        over = {one: ErrorCode.ADAPTER_EXPIRED for one, record in self._admitted.items() if record.expires_at <= now}
+        blocked = dict.fromkeys(self._admitted.keys() & self._blocked_ids, ErrorCode.ADAPTER_REFUSED)
         for adapter, code in {**over, **blocked}.items():
             await self.forget(adapter, code)
 
@@ -299,10 +299,10 @@ class BroughtAdapters:
         """Give the files of this home's shared adapters to others, and those of removed ones no longer."""
         shared = self._shared
         given = {file for one in shared for file in one.files}
-        self.seeder.withdraw(self._given - given)
+        self.seeder.withdraw(self._shared_files - given)
         for one in shared:
             self.seeder.add_paths({file: one.paths[file.root] for file in one.files})
-        self._given = given
+        self._shared_files = given
 
 
 PATIENCE_S = 10.0  # longest wait while no peer has a missing chunk
@@ -318,7 +318,7 @@ class AdapterFiles:
     def __init__(self, swarm: Swarm, weights: Weights, seeder: Seeder, brought: BroughtAdapters) -> None:
         assert swarm.manifest is not None
         self.brought = brought
-        self._known = {adapter.name: adapter for adapter in swarm.manifest.adapters or ()}
+        self._by_name = {adapter.name: adapter for adapter in swarm.manifest.adapters or ()}
         self._units = swarm.manifest.model.units
         self._own = swarm.adapters
         self._weights = weights
@@ -327,7 +327,7 @@ class AdapterFiles:
 
     def __contains__(self, name: str) -> bool:
         """Return whether the swarm has an adapter called `name`, or a member has brought one with this id."""
-        return name in self._known or name in self.brought
+        return name in self._by_name or name in self.brought
 
     def tell(self, *, is_used: Callable[[str], bool], on_gone: Callable[[str, ErrorCode], None]) -> None:
         """Set the stage's functions: `is_used` returns whether a session uses an adapter, `on_gone` is called for one that must
@@ -337,9 +337,9 @@ class AdapterFiles:
     def admit(self, opened: Open, sender: PeerId) -> None:
         """Check that a session from `sender` may use the adapter that it names. Raises ProtocolError or Busy if not; see
         `BroughtAdapters.admit`."""
-        if opened.adapter not in self._known:
+        if opened.adapter not in self._by_name:
             self.brought.admit(opened, sender)
-        elif not self.brought.takes_any:
+        elif not self.brought.serves_any:
             raise ProtocolError("this node serves no adapters", code=ErrorCode.ADAPTER_REFUSED)
 
     async def bring(self, name: str, span: Span) -> AdapterFile:
@@ -348,9 +348,9 @@ class AdapterFiles:
         Raises PeerRefused (NOT_FOUND) if no peer has them in time, CheckpointError if a file is damaged, LocalError if the
         disk is full.
         """
-        if name not in self._known:
+        if name not in self._by_name:
             return await self._bring_of_member(name, span)
-        adapter = self._known[name]
+        adapter = self._by_name[name]
         if self._own is not None and await asyncio.to_thread(_is_whole, adapter, self._own):
             return await asyncio.to_thread(_open, self._own, adapter)
         if self._fetcher is None:

@@ -49,7 +49,7 @@ class OfferedSource(Source):
         self._channel = channel
         self._turn = asyncio.Lock()
         self._answers: asyncio.Queue[Frame | PeerError] | None = None  # None: nothing has been asked
-        channel.on_frame, channel.on_lost = self._hear, self._lost
+        channel.on_frame, channel.on_lost = self._receive, self._lost
 
     async def hashes(self, file: FileContent) -> Buffer:
         async with contextlib.aclosing(self._ask(GetChunks(file.root, 0, 0), 1)) as answers:
@@ -78,7 +78,7 @@ class OfferedSource(Source):
         if self._answers is not None:
             self._answers.put_nowait(error)
 
-    def _hear(self, frame: Frame, body: Body) -> None:
+    def _receive(self, frame: Frame, body: Body) -> None:
         if isinstance(body, End | Error):
             self._channel.close()
             self._lost(
@@ -199,20 +199,20 @@ class AdapterGiver(ChunkServer):
         roots = frozenset(file.root for file in record.info.files)
         try:
             channel = await self._board.call(peer, lambda _frame, _body: None, lambda _error: None)
-            channel.on_frame = lambda _frame, body: self._hear(channel, body, roots)
+            channel.on_frame = lambda _frame, body: self._receive(channel, body, roots)
             self._channels[peer, record.id] = channel
             channel.send(OfferAdapter(raw))
         except (PeerError, NetworkDown) as error:
             log.debug("no offer of an adapter to %s: %s", peer, error)
 
-    def _hear(self, channel: Channel, body: Body, roots: frozenset[bytes]) -> None:
+    def _receive(self, channel: Channel, body: Body, roots: frozenset[bytes]) -> None:
         """Answer a question of a hop. It may ask for the offered files alone."""
         if isinstance(body, End | Error):
             channel.close()
         elif not isinstance(body, GetChunks) or body.root not in roots:
             channel.close(Error(ErrorCode.MALFORMED))
         else:
-            self._take(channel, body, self._askers.setdefault(channel.peer, Asker()))
+            self._enqueue(channel, body, self._askers.setdefault(channel.peer, Asker()))
 
     def _finish(self, channel: Channel, refused: ErrorCode | None) -> None:
         """Keep the conversation for the next question, unless this one was refused."""

@@ -105,9 +105,9 @@ class ChunkServer:
                 channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
                 return
             asker = self._askers[channel.peer] = Asker()
-        self._take(channel, body, asker)
+        self._enqueue(channel, body, asker)
 
-    def _take(self, channel: Channel, body: Body, asker: Asker) -> None:
+    def _enqueue(self, channel: Channel, body: Body, asker: Asker) -> None:
         """Answer a question after the earlier ones of its peer. Raises ProtocolError if too many of them wait."""
         if asker.open >= REQUESTS_PER_PEER:
             raise ProtocolError("it has more requests open than the protocol allows", code=ErrorCode.TOO_LARGE)

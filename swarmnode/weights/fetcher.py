@@ -74,10 +74,10 @@ class Download:
         return not self._left
 
     def has_work_for(self, source: str, now_s: float) -> bool:
-        """Return whether `take` would give chunks to fetch to `source` now."""
+        """Return whether `assign` would give chunks to fetch to `source` now."""
         return self._choose(source, now_s) is not None
 
-    def take(self, source: str, now_s: float) -> ChunkRange | None:
+    def assign(self, source: str, now_s: float) -> ChunkRange | None:
         """Give `source` one more run that it is not known to lack: a waiting run, else an overdue run of another source.
         Returns None if there is none."""
         run = self._choose(source, now_s)
@@ -207,18 +207,18 @@ class Fetcher:
         working: dict[str, asyncio.Task[None]] = {}
         listening = asyncio.ensure_future(news())
         try:
-            idle_since, brought_bytes, told = self._now(), download.done_bytes, False
+            idle_since, brought_bytes, is_logged = self._now(), download.done_bytes, False
             while not download.done:
                 for source in self._free(download, working):
                     working[source.name] = asyncio.ensure_future(self._drain(source, download, progress))
                 if download.done_bytes > brought_bytes:  # a source that has nothing is no progress
-                    idle_since, brought_bytes, told = self._now(), download.done_bytes, False
+                    idle_since, brought_bytes, is_logged = self._now(), download.done_bytes, False
                 idle_s = 0.0 if working else self._now() - idle_since
                 if patience_s is not None and idle_s > patience_s:
                     raise PeerRefused("no peer has the missing parts", code=ErrorCode.NOT_FOUND)
-                if not told and idle_s > LOOK_AGAIN_S:
+                if not is_logged and idle_s > LOOK_AGAIN_S:
                     log.warning("no peer has the missing parts at the moment; your node waits for one")
-                    told = True
+                    is_logged = True
                 ended, _ = await asyncio.wait(
                     {listening, *working.values()}, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -258,7 +258,7 @@ class Fetcher:
         try:
             while True:
                 while len(asked) < (RUNS_AT_ONCE if source.name in self._quick else 1):
-                    run = download.take(source.name, self._now())
+                    run = download.assign(source.name, self._now())
                     if run is None:
                         break
                     asked.add(asyncio.ensure_future(self._ask(source, run, download, progress)))
@@ -306,14 +306,14 @@ class Fetcher:
         false."""
         hashes = await self._hashes(source, run.file)
         async for number, data in source.chunks(run.file, run.first, run.count):
-            if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
+            if not await asyncio.to_thread(self._store, hashes, run.file, number, data):
                 raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that does not match its hash")
             if download.came(run.file, number):
                 self.fetched_bytes += len(data)
                 if progress is not None:
                     progress(download.done_bytes, download.total_bytes)
 
-    def _keep(self, hashes: bytes, file: FileContent, number: int, data: Buffer) -> bool:
+    def _store(self, hashes: bytes, file: FileContent, number: int, data: Buffer) -> bool:
         if not verify_chunk(hashes, number, data):
             return False
         self._cache.write(file, number, data)
@@ -341,5 +341,5 @@ class Fetcher:
             known = bytes(await source.hashes(file))
             if not await asyncio.to_thread(verify_hashes, file, known):
                 raise ProtocolError(f"{source.name} gave hashes of {file.name} that do not match the file")
-            self._cache.keep_hashes(file, known)
+            self._cache.store_hashes(file, known)
         return known

@@ -191,7 +191,7 @@ class LocalFile:
         self._differs = not verify_hashes(self._file, found)
         if self._differs:
             return None
-        cache.keep_hashes(self._file, found)
+        cache.store_hashes(self._file, found)
         return found
 
     def copy(self, numbers: Sequence[int], hashes: bytes, cache: ChunkFolder) -> int:
@@ -248,7 +248,7 @@ class LocalFiles:
     def __init__(self, places: Sequence[Path], files: Iterable[FileContent]) -> None:
         self._places = places
         self._files = [file for file in files if is_weights(file.name)]
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.copied_bytes = 0
 
     async def copy(
@@ -275,20 +275,20 @@ class LocalFiles:
         done_bytes, total_bytes = 0, sum(file.chunk_size(number) for file in missing for number in missing[file])
         await asyncio.to_thread(cache.make_room, total_bytes)
         for file, numbers in missing.items():
-            known = await hashes(file)
+            chunk_hashes = await hashes(file)
             for local in self._candidates[file.root]:
-                known = known or await asyncio.to_thread(local.hashes, cache)
+                chunk_hashes = chunk_hashes or await asyncio.to_thread(local.hashes, cache)
                 for first in range(0, len(numbers), COPIED_AT_ONCE):
-                    if known is None or local.fault:
+                    if chunk_hashes is None or local.fault:
                         break
                     some = numbers[first : first + COPIED_AT_ONCE]
-                    copied_bytes = await asyncio.to_thread(local.copy, some, known, cache)
+                    copied_bytes = await asyncio.to_thread(local.copy, some, chunk_hashes, cache)
                     self.copied_bytes += copied_bytes
                     done_bytes += copied_bytes
                     if progress is not None:
                         progress(done_bytes, total_bytes)
                 numbers = await asyncio.to_thread(cache.missing, file, numbers)
-            if numbers and known is not None:
+            if numbers and chunk_hashes is not None:
                 self._tell_lacking(file, numbers)
 
     def _tell_lacking(self, file: FileContent, numbers: Sequence[int]) -> None:
@@ -296,8 +296,8 @@ class LocalFiles:
         faults = [local.fault for local in self._candidates[file.root] if local.fault]
         lacking = f"{len(numbers)} chunks of this swarm's {file.name} are not on this disk"
         told = "; ".join(faults[:MAX_TOLD]) or lacking
-        if told not in self._told:
-            self._told.add(told)
+        if told not in self._logged:
+            self._logged.add(told)
             log.warning("%s; your node asks the peers", told)
 
     def _missing(self, wanted: Mapping[FileContent, Iterable[int]], cache: ChunkFolder) -> dict[FileContent, list[int]]:

@@ -20,7 +20,7 @@ class Scene:
     def take(self, peer: str, group: str = "") -> BackupTurn | None:
         """None: it is busy."""
         try:
-            turn = self.places.take(Claimant(group or peer, peer))
+            turn = self.places.admit(Claimant(group or peer, peer))
         except Busy:
             return None
         turn.give_way = lambda: self.over.append(peer)

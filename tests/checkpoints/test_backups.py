@@ -142,7 +142,7 @@ async def test_a_state_is_kept_listed_and_given_on(world: World, tmp_path: Path)
     state = writer.keeps(10, 2)
     await writer.back_up(state)
     await writer.back_up(state)  # it is there: nothing is sent twice
-    assert world.keeper.kept_bytes == SIZE_BYTES
+    assert world.keeper.received_bytes == SIZE_BYTES
     written = writer.store.path(10, 2).read_bytes()
     await writer.server.close()
     board = state_board(ToyPeer(MemoryNetwork(world.peers, "newcomer"), LinkConfig(), HELLO))  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ async def test_writers_that_never_give_their_states_keep_no_place(world: World) 
     world.now_s += TURN_S
     await honest.back_up(state)
     done, waiting = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-    assert world.keeper.kept_bytes == SIZE_BYTES and done == {asking[0]} and len(waiting) == AT_ONCE - 1
+    assert world.keeper.received_bytes == SIZE_BYTES and done == {asking[0]} and len(waiting) == AT_ONCE - 1
     with pytest.raises(PeerRefused) as caught:
         asking[0].result()
     assert caught.value.code == ErrorCode.BUSY

@@ -11,7 +11,7 @@ from swarmnode.lending import cards
 from swarmnode.measuring.service_report import FOLDER
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.records.receipt import Receipt, ReceiptFolder, receipts_of, sign_receipt
-from swarmnode.swarm.storage.small_files import write_kept
+from swarmnode.swarm.storage.small_files import write_stored
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.swarm.storage.test_joined_swarms import FRIENDS
@@ -25,7 +25,7 @@ def sign(home: Path, *served: int) -> None:
     folder = ReceiptFolder(receipts_of(home, SWARM), SWARM, worker.peer_id, verify, time.time)
     for client, work in zip(clients, served, strict=False):
         receipt = Receipt(SWARM, client.peer_id, worker.peer_id, now - 60, now, work)
-        folder.keep(receipt, sign_receipt(receipt, client.sign))
+        folder.store(receipt, sign_receipt(receipt, client.sign))
 
 
 def test_a_swarm_or_a_folder_of_receipts(tmp_path: Path) -> None:
@@ -65,11 +65,11 @@ def test_what_a_single_client_signed_is_shown_with_why_it_does_not_count(tmp_pat
 def test_answers_people_hours_and_energy(tmp_path: Path) -> None:
     """Of all runs of this home, whatever the swarm."""
     assert invoke("join", FRIENDS, home=tmp_path).returncode == 0
-    write_kept(tmp_path / FOLDER / "a.json", {"answers": 12, "lent_s": 9000.0})
+    write_stored(tmp_path / FOLDER / "a.json", {"answers": 12, "lent_s": 9000.0})
     text = " ".join(invoke("why", "credit", "friends", home=tmp_path).stdout.split())
     assert text.startswith("This machine gave 12 answers in 2.5 hours. No receipts here yet.")
     today = datetime.date.today().isoformat()
-    write_kept(tmp_path / cards.FILE, {"day": today, "today_j": 3.6e5, "total_j": 7.2e6, "counter_j": 0.0, "at": 0.0})
+    write_stored(tmp_path / cards.FILE, {"day": today, "today_j": 3.6e5, "total_j": 7.2e6, "counter_j": 0.0, "at": 0.0})
     sign(tmp_path, 300)
     text = " ".join(invoke("why", "credit", "friends", home=tmp_path).stdout.split())
     assert (

@@ -24,9 +24,9 @@ from swarmnode.swarm.storage.owner_files import (
     AdmittedPeer,
     IssuedInvites,
     issued_invites_path,
-    note_members,
     open_admitted_peers,
     open_issued_invites,
+    record_members,
 )
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.cli.command import assert_clear, invoke
@@ -55,7 +55,7 @@ class Book:
     def came(self, peer: str, invite: str, *, home: bytes = b"", name: str = "", at: int = LONG_AGO) -> None:
         """Somebody came by an invite, was seen by a node of the owner, and left."""
         seen = AdmittedPeer(peer, invite, home.hex(), "volunteer", "", 0, at, at, name)
-        note_members(self.file, [seen])
+        record_members(self.file, [seen])
 
     def view(self) -> OwnersView:
         return asyncio.run(OwnersView.read(load_swarm(self.file), self.invites, None))
@@ -86,7 +86,7 @@ def test_members_stay_in_the_book_with_their_note_while_nobody_is_online(book: B
     book.came(ALICE, carols, home=HOME.public, name="carols-laptop")
     book.came(BOB, carols, home=HOME.public)
     book.came(CAROL, other, name="dora")
-    picture = book.view().told()
+    picture = book.view().to_json()
     carol, dora = picture["members"]
     assert (carol["note"], carol["name"], carol["state"], carol["invite"]) == (
         "Carol",
@@ -117,7 +117,7 @@ def test_no_table_of_members_cuts_a_name_or_an_id_in_80_columns(book: Book, note
     invite = book.invite(note=note, group=group, life_s=3600.0)
     book.came(ALICE, invite, home=HOME.public, name=name)
     book.came(BOB, invite, home=HOME.public)
-    picture = book.view().told()
+    picture = book.view().to_json()
     narrow = Console(width=80)
     with narrow.capture() as shown:
         narrow.print(members_table(picture), invites_table(picture["invites"]))
@@ -181,7 +181,7 @@ def test_one_invite_cannot_fill_the_book(book: Book) -> None:
     invented = [
         AdmittedPeer(f"invented {n}", flood, "", "client", "", 0, 1, 1) for n in range(MAX_PEERS_OF_AN_INVITE + 9)
     ]
-    note_members(book.file, invented)
+    record_members(book.file, invented)
     book.came(ALICE, friends)
     kept = list(open_admitted_peers(book.file))
     assert len(kept) == MAX_PEERS_OF_AN_INVITE + 1 and kept[-1].peer == ALICE
@@ -192,10 +192,10 @@ def test_the_file_is_written_only_for_news(book: Book) -> None:
     invite = book.invite()
     seen = AdmittedPeer(ALICE, invite, HOME.public.hex(), "client", "", 0, 100, 100, "alice")
     admitted = open_admitted_peers(book.file)
-    assert admitted.take_in([seen])
+    assert admitted.record([seen])
     later = AdmittedPeer(ALICE, invite, "", "client", "", 0, 150, 100 + SEEN_STEP_S - 1)
-    assert not admitted.take_in([later]), "the same peer, a little later, of which less is known now"
-    assert admitted.take_in([AdmittedPeer(ALICE, invite, "", "client", "", 0, 150, 100 + SEEN_STEP_S)])
+    assert not admitted.record([later]), "the same peer, a little later, of which less is known now"
+    assert admitted.record([AdmittedPeer(ALICE, invite, "", "client", "", 0, 150, 100 + SEEN_STEP_S)])
     (kept,) = admitted
     assert (kept.home, kept.name, kept.joined_at, kept.seen_at) == (HOME.public.hex(), "alice", 100, 100 + SEEN_STEP_S)
 
@@ -204,7 +204,7 @@ def test_roles_groups_and_ends_of_invites(book: Book) -> None:
     book.invite(role=Role.CLIENT, life_s=1.0, note="short")
     gone = book.invite(note="gone")
     book.revoked(gone)
-    invites = book.view().told()["invites"]
+    invites = book.view().to_json()["invites"]
     columns = {str(column.header): list(map(str, column.cells)) for column in invites_table(invites).columns}
     assert columns["role"] == ["volunteer", "client", "volunteer"]
     assert columns["until"][0] == "for ever" and columns["until"][2] == "revoked"

@@ -26,7 +26,7 @@ def test_known_swarms_are_listed_with_what_was_seen_of_them(tmp_path: Path) -> N
     joined = JoinedSwarms(tmp_path)
     joined.remember(new_swarm(raw).invite, "seen")
     joined.used(joined.remember(FRIENDS))
-    ManifestCache(tmp_path).keep(raw)
+    ManifestCache(tmp_path).store(raw)
     listed = {one["name"]: one for one in json.loads(invoke("models", "--json", home=tmp_path).stdout)}
     assert listed["friends"]["last"] and listed["friends"]["units"] is None
     assert listed["seen"]["units"] == make_manifest().model.units and listed["seen"]["task"] == "generate"
@@ -35,7 +35,7 @@ def test_known_swarms_are_listed_with_what_was_seen_of_them(tmp_path: Path) -> N
 
 def test_a_damaged_manifest_is_not_taken(tmp_path: Path) -> None:
     raw, cache = encode_manifest(make_manifest()), ManifestCache(tmp_path)
-    cache.keep(raw)
+    cache.store(raw)
     assert cache.get(swarm_id(raw)) == raw
     next((tmp_path / "manifests").iterdir()).write_bytes(raw[:-1])
     assert cache.get(swarm_id(raw)) is None
@@ -44,7 +44,7 @@ def test_a_damaged_manifest_is_not_taken(tmp_path: Path) -> None:
 def test_a_home_that_cannot_be_written_costs_no_more_than_a_fetch(tmp_path: Path) -> None:
     (tmp_path / "manifests").write_text("no folder")
     cache = ManifestCache(tmp_path)
-    cache.keep(encode_manifest(make_manifest()))
+    cache.store(encode_manifest(make_manifest()))
     assert cache.get(b"x" * 32) is None
 
 

@@ -83,7 +83,7 @@ def test_markup_of_strangers_and_more_than_there_is_room_for() -> None:
     news = SwarmNews(FIRST, clock=lambda: "12:00:00")
     for number in range(3 * KEPT):
         name = f"\x1b[31m[bold]{number}"
-        news.look(picture((name, (0, 6), "ready")))
+        news.update(picture((name, (0, 6), "ready")))
     assert len(news.lines) == KEPT and all("\x1b" not in line for line in news.lines)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(watched(FIRST, LINKS, news))

@@ -80,7 +80,7 @@ def test_a_terminal_shows_curve_and_line(monkeypatch: pytest.MonkeyPatch) -> Non
         "Expected: 2 s a step",
         "a holds layers 0-3: its owner could see [red]texts[/red]",
     ], "a plan stays above the curve, whole"
-    view.note("Tuning: lora of rank 16 on all-linear; 4 steps of 4 rows of 128 tokens")
+    view.print_line("Tuning: lora of rank 16 on all-linear; 4 steps of 4 rows of 128 tokens")
     assert screen.getvalue().splitlines()[2:] == [
         "Tuning: lora of rank 16 on all-linear; 4 steps of 4 rows of",
         "128 tokens",

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from swarmnode.client.model_files import FOLDER, MOST_KEPT, KeptTokenizer, TokenizerCache
+from swarmnode.client.model_files import FOLDER, MOST_KEPT, CachedTokenizer, TokenizerCache
 from swarmnode.client.tokenizer import Detokenizer, stop_ids
 from swarmnode.client.tokenizer import Tokenizer as OurTokenizer
 from swarmnode.errors import CheckpointError, UsageError
@@ -105,7 +105,7 @@ def test_a_kept_one_reads_and_writes_as_transformers_does(tmp_path: Path, kind: 
     cache = TokenizerCache(tmp_path)
     made, kept = cache.tokenizer(SWARM, tmp_path / "model"), cache.tokenizer(SWARM, tmp_path / "model")
     assert type(made) is OurTokenizer
-    assert type(kept) is KeptTokenizer
+    assert type(kept) is CachedTokenizer
     everything = list(range(len(made.own)))
     for text in TEXTS:
         ids = kept.encode(text)
@@ -158,7 +158,7 @@ def test_what_cannot_be_used_is_made_again(tmp_path: Path, damage: str) -> None:
         path.write_text(others if damage == "other versions" else damage)
     assert type(cache.tokenizer(SWARM, tmp_path / "model")) is OurTokenizer
     if damage != "a folder":
-        assert type(cache.tokenizer(SWARM, tmp_path / "model")) is KeptTokenizer
+        assert type(cache.tokenizer(SWARM, tmp_path / "model")) is CachedTokenizer
 
 
 def test_those_of_few_swarms_are_kept(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_those_of_few_swarms_are_kept(tmp_path: Path) -> None:
     for number in range(MOST_KEPT + 2):
         cache.tokenizer(bytes([number]) * 32, tmp_path / "model")
     assert len(list((tmp_path / FOLDER).iterdir())) == MOST_KEPT
-    assert type(cache.tokenizer(bytes([number]) * 32, tmp_path / "model")) is KeptTokenizer
+    assert type(cache.tokenizer(bytes([number]) * 32, tmp_path / "model")) is CachedTokenizer
 
 
 def test_a_folder_without_one_is_told(tmp_path: Path) -> None:
@@ -228,6 +228,6 @@ def test_texts_end_where_config_tokenizer_and_template_say(
     for _ in ("made", "kept"):
         tokenizer = cache.tokenizer(SWARM, tmp_path / "model")
         assert stop_ids(tmp_path / "model", tokenizer) == expected
-    assert isinstance(tokenizer, KeptTokenizer)
+    assert isinstance(tokenizer, CachedTokenizer)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, "x", -1, True]}))
     assert stop_ids(tmp_path / "model", tokenizer) == (8, *expected[1:])

@@ -42,7 +42,7 @@ class Notes:
     def put(self, item: Note) -> None:
         self.waiting.append(item)
 
-    def take(self) -> Note | None:
+    def next_item(self) -> Note | None:
         return self.waiting.pop(0) if self.waiting else None
 
     def abandon(self, items: Iterable[Note], error: Exception) -> None:
@@ -137,7 +137,7 @@ async def test_its_death_is_told_to_everybody_who_waits(executor: Executor, how:
     waiting = executor.call(Urgency.IDLE, lambda: 1, kind="try")
     note = Note("waits", [])
     executor.submit(notes, note)
-    notes.take = lambda: None  # type: ignore[method-assign]
+    notes.next_item = lambda: None  # type: ignore[method-assign]
     go.set()
     await first
     error = await executor.died

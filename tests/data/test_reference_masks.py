@@ -63,5 +63,5 @@ def test_what_is_learnt_is_what_trl_marks(told, name: str) -> None:
 
 
 def test_texts_in_parts_are_those_of_these_templates(told) -> None:
-    of_parts = {name for name in NAMES if told((FOLDER / f"{name}.jinja").read_text())[0].renderer.takes_parts}
+    of_parts = {name for name in NAMES if told((FOLDER / f"{name}.jinja").read_text())[0].renderer.needs_parts}
     assert of_parts == OF_PARTS

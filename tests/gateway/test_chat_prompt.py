@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from swarmnode.cli.use.chat import Conversation
-from swarmnode.client.model_files import KeptTokenizer
+from swarmnode.client.model_files import CachedTokenizer
 from swarmnode.data.conversation import with_calls_as_text, without_system
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.scripted import says
@@ -233,7 +233,7 @@ def record_lengths(patch: Callable[[Any, str, Any], None]) -> list[int]:
         return noted
 
     patch(PreTrainedTokenizerBase, "__call__", noting(PreTrainedTokenizerBase.__call__))
-    patch(KeptTokenizer, "_ids", noting(KeptTokenizer._ids))
+    patch(CachedTokenizer, "_ids", noting(CachedTokenizer._ids))
     return lengths
 
 

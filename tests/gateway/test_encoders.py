@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 
-from swarmnode.client.model_files import KeptTokenizer
+from swarmnode.client.model_files import CachedTokenizer
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.compute.capacity.capacity import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
@@ -133,7 +133,7 @@ async def test_ids_that_stand_for_nothing_are_another_tokenizers(
         assert tokenizer.unused(IDS) is None and tokenizer.unused([*IDS, 9999]) == 9999
         pieces = {4: "[unused4]", 12: "<unused12>", 6: "<|reserved_special_token_6|>", 8: ""}
         for token in pieces:
-            for kind in (Tokenizer, KeptTokenizer):
+            for kind in (Tokenizer, CachedTokenizer):
                 monkeypatch.setattr(kind, "_piece", lambda _self, one, at=token: pieces[at] if one == at else "x")
             answer = await served.http.post("/v1/embeddings", json={"input": IDS})
             sentence = answer.json()["error"]["message"]

@@ -59,10 +59,10 @@ async def test_who_waits_in_vain_or_goes_leaves_nothing_behind() -> None:
 def test_a_keys_requests_come_at_its_rate() -> None:
     now = [0.0]
     key = ApiKey("one", KeyLimits(per_minute=3), clock=lambda: now[0])
-    assert [key.take() for _ in range(3)] == [0, 0, 0]
-    assert key.take() == pytest.approx(20) == key.take(), "what is refused is not counted"
+    assert [key.count_request() for _ in range(3)] == [0, 0, 0]
+    assert key.count_request() == pytest.approx(20) == key.count_request(), "what is refused is not counted"
     now[0] += 20
-    assert key.take() == 0
+    assert key.count_request() == 0
 
 
 @pytest.mark.parametrize(

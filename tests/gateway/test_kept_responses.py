@@ -14,7 +14,7 @@ import pytest
 from swarmnode.errors import LocalError
 from swarmnode.gateway.access.keys import ApiKey, KeyRing, _hash
 from swarmnode.gateway.openai import kept_responses, responses
-from swarmnode.gateway.openai.kept_responses import FOLDER, KEY_FILE, LIFE_S, Item, ItemPart, KeptResponses
+from swarmnode.gateway.openai.kept_responses import FOLDER, KEY_FILE, LIFE_S, Item, ItemPart, ResponseStore
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.scripted import says
 from tests.gateway.test_other_apis import COUNT, HENS
@@ -182,8 +182,8 @@ async def test_wrong_questions_about_responses(founded: Founded, tmp_path: Path)
 
 def test_a_response_lives_a_day_also_over_a_restart(tmp_path: Path) -> None:
     clock = Clock()
-    KeptResponses(tmp_path, clock=clock).keep("alice", "resp_1", REPLY, [MESSAGE])
-    again = KeptResponses(tmp_path, clock=clock)
+    ResponseStore(tmp_path, clock=clock).store("alice", "resp_1", REPLY, [MESSAGE])
+    again = ResponseStore(tmp_path, clock=clock)
     found = again.find("alice", "resp_1")
     assert found is not None and bytes(found.reply) == REPLY and found.conversation() == [MESSAGE]
     clock.now_s += LIFE_S + 1
@@ -191,20 +191,20 @@ def test_a_response_lives_a_day_also_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_expired_files_are_swept(tmp_path: Path) -> None:
-    kept = KeptResponses(tmp_path)
+    kept = ResponseStore(tmp_path)
     kept.sweep()
-    kept.keep("alice", "resp_1", REPLY, [MESSAGE])
+    kept.store("alice", "resp_1", REPLY, [MESSAGE])
     kept.sweep()
     assert len(files(tmp_path)) == 1
-    later = KeptResponses(tmp_path, clock=lambda: files(tmp_path)[0].stat().st_mtime + LIFE_S + 1)
+    later = ResponseStore(tmp_path, clock=lambda: files(tmp_path)[0].stat().st_mtime + LIFE_S + 1)
     later.sweep()
     assert not files(tmp_path)
 
 
 def test_the_disk_tells_nothing(tmp_path: Path) -> None:
-    kept = KeptResponses(tmp_path)
-    kept.keep("alice", "resp_1", REPLY, [MESSAGE])
-    kept.keep("bob", "resp_1", REPLY, [MESSAGE])
+    kept = ResponseStore(tmp_path)
+    kept.store("alice", "resp_1", REPLY, [MESSAGE])
+    kept.store("bob", "resp_1", REPLY, [MESSAGE])
     assert kept.find("carol", "resp_1") is None and kept.find("alice", "resp_2") is None
     one, two = files(tmp_path)
     for path in (one, two, tmp_path / KEY_FILE):
@@ -223,31 +223,31 @@ def test_the_disk_tells_nothing(tmp_path: Path) -> None:
 
 def test_each_key_has_its_own_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_responses, "MOST_RESPONSES", 3)
-    kept = KeptResponses(tmp_path)
-    kept.keep("bob", "resp_0", REPLY, [MESSAGE])
+    kept = ResponseStore(tmp_path)
+    kept.store("bob", "resp_0", REPLY, [MESSAGE])
     for number in range(5):
-        kept.keep("alice", f"resp_{number}", REPLY, [MESSAGE])
+        kept.store("alice", f"resp_{number}", REPLY, [MESSAGE])
     assert [kept.find("alice", f"resp_{number}") is not None for number in range(5)] == [False, False, True, True, True]
     assert kept.find("bob", "resp_0") is not None
     monkeypatch.setattr(kept_responses, "MOST_BYTES", files(tmp_path)[0].stat().st_size + 1)
-    kept.keep("alice", "resp_5", REPLY, [MESSAGE])
+    kept.store("alice", "resp_5", REPLY, [MESSAGE])
     assert [kept.find("alice", f"resp_{number}") is not None for number in range(6)] == [False] * 5 + [True]
     with pytest.raises(LocalError, match="are kept"):
-        kept.keep("alice", "resp_6", b'"' + b"x" * kept_responses.MAX_BYTES + b'"', [MESSAGE])
+        kept.store("alice", "resp_6", b'"' + b"x" * kept_responses.MAX_BYTES + b'"', [MESSAGE])
 
 
 def test_gateways_of_one_home_share_a_key(tmp_path: Path) -> None:
-    first, second = KeptResponses(tmp_path), KeptResponses(tmp_path)
+    first, second = ResponseStore(tmp_path), ResponseStore(tmp_path)
     kept_responses._write_first(tmp_path / KEY_FILE, b"k" * 32)
     kept_responses._write_first(tmp_path / KEY_FILE, b"l" * 32)
     assert (tmp_path / KEY_FILE).read_bytes() == b"k" * 32 and len(list(tmp_path.iterdir())) == 1
-    first.keep("alice", "resp_1", REPLY, [MESSAGE])
+    first.store("alice", "resp_1", REPLY, [MESSAGE])
     assert second.find("alice", "resp_1") is not None
     (tmp_path / KEY_FILE).write_bytes(b"short")
-    broken = KeptResponses(tmp_path)
+    broken = ResponseStore(tmp_path)
     assert broken.find("alice", "resp_1") is None
     with pytest.raises(LocalError, match="is no key"):
-        broken.keep("alice", "resp_2", REPLY, [MESSAGE])
+        broken.store("alice", "resp_2", REPLY, [MESSAGE])
 
 
 @in_virtual_time
@@ -255,7 +255,7 @@ async def test_readings_at_once_are_bounded(founded: Founded, tmp_path: Path, mo
     async with serving(founded, tmp_path) as served:
         first = await served.openai.responses.create(input=HELLO, **ASK)
         path, most = f"/v1/responses/{first.id}", 0
-        find = responses._kept
+        find = responses._stored_response
         let_go = asyncio.Event()
 
         async def slow(*arguments: Any) -> Any:
@@ -264,7 +264,7 @@ async def test_readings_at_once_are_bounded(founded: Founded, tmp_path: Path, mo
             await let_go.wait()
             return await find(*arguments)
 
-        monkeypatch.setattr(responses, "_kept", slow)
+        monkeypatch.setattr(responses, "_stored_response", slow)
         goes_on = {"model": MODEL, "input": "And?", "previous_response_id": first.id, "max_output_tokens": 1}
         asking = [served.http.get(path) for _ in range(30)] + [
             served.http.get(f"{path}/input_items") for _ in range(30)

@@ -17,11 +17,11 @@ def test_any_cutting_ends_before_the_stop_that_was_said_first(pieces: list[str],
     said = "".join(told.push(piece) for piece in pieces)
     alone = StopStrings(stops)
     assert said + told.flush() == "".join(alone.push(letter) for letter in text) + alone.flush()
-    assert (told.found is not None) is any(stop in text for stop in stops)
+    assert (told.matched is not None) is any(stop in text for stop in stops)
     assert text.startswith(said)
 
 
 def test_what_may_begin_a_stop_is_held_back_and_nothing_else() -> None:
     stops = StopStrings(["</end>"])
     assert [stops.push(piece) for piece in ("a<", "/e", "m", "</en")] == ["a", "", "</em", ""]
-    assert (stops.flush(), stops.found) == ("</en", None)
+    assert (stops.flush(), stops.matched) == ("</en", None)

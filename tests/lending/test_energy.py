@@ -36,16 +36,16 @@ def test_it_counts_while_a_node_runs_and_not_between(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     assert machine.used is None
     first, second = machine.meter(), machine.meter()
-    first.look(machine.counter_j)
+    first.record(machine.counter_j)
     assert machine.used == Energy(0, 0), "what was drawn before is not ours"
     for _ in range(3):
         machine.passes(MEASURE_S / 2)
-        first.look(machine.counter_j)
+        first.record(machine.counter_j)
         machine.passes(MEASURE_S / 2)
-        second.look(machine.counter_j)  # another node, on the same cards
+        second.record(machine.counter_j)  # another node, on the same cards
     assert machine.used == Energy(3 * MEASURE_S * 100, 3 * MEASURE_S * 100)
     machine.passes(RUNNING_S + 1)  # nobody lends
-    machine.meter().look(machine.counter_j)
+    machine.meter().record(machine.counter_j)
     assert machine.used == Energy(3 * MEASURE_S * 100, 3 * MEASURE_S * 100)
     machine.now = NOON + 86400
     assert machine.used == Energy(0, 3 * MEASURE_S * 100) and "0.01 kWh in all" in str(machine.used)
@@ -54,19 +54,19 @@ def test_it_counts_while_a_node_runs_and_not_between(tmp_path: Path) -> None:
 @pytest.mark.parametrize("counter_j", [0.0, 4e6])
 def test_a_driver_that_was_loaded_anew_counts_from_nothing(tmp_path: Path, counter_j: float) -> None:
     machine = Machine(tmp_path)
-    machine.meter().look(machine.counter_j)
+    machine.meter().record(machine.counter_j)
     machine.now, machine.counter_j = machine.now + MEASURE_S, counter_j
-    machine.meter().look(machine.counter_j)
+    machine.meter().record(machine.counter_j)
     assert machine.used == Energy(0, 0)
 
 
 def test_a_damaged_file_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     (tmp_path / FILE).write_text("{")
-    machine.meter().look(machine.counter_j)
+    machine.meter().record(machine.counter_j)
     assert machine.used == Energy(0, 0)
     (tmp_path / "file").write_text("")
-    EnergyMeter(tmp_path / "file", SimpleNamespace).look(1.0)
+    EnergyMeter(tmp_path / "file", SimpleNamespace).record(1.0)
 
 
 def test_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_a_clock_that_jumps_away_and_back_gives_no_second_quota(tmp_path: Path) 
         today = datetime.date(2026, 11, 30)
         assert month() == 500
     assert MonthlyTraffic(tmp_path, lambda: 0, today=lambda: today)() == 500
-    assert len(month._kept.bytes) <= MONTHS
+    assert len(month._stored.bytes) <= MONTHS
 
 
 def test_a_damaged_file_counts_from_nothing(tmp_path: Path) -> None:

@@ -196,13 +196,13 @@ async def test_nothing_is_left_after_an_abort() -> None:
 def test_a_gauge_counts_the_time_within_large_frames() -> None:
     now = [0.0]
     throughput_meter = ThroughputMeter(lambda: now[0])
-    throughput_meter.note(10_000, 0)
+    throughput_meter.record(10_000, 0)
     assert throughput_meter.rate_bps is None, "small frames say nothing"
     for _ in range(3):
-        throughput_meter.note(1000, 1000)  # the first bytes of a frame of 1 MB
+        throughput_meter.record(1000, 1000)  # the first bytes of a frame of 1 MB
         for read in range(1, 11):
             now[0] += 0.1
-            throughput_meter.note(100_000, 1000 + read * 100_000 if read < 10 else 0)
+            throughput_meter.record(100_000, 1000 + read * 100_000 if read < 10 else 0)
         now[0] += 60.0  # nothing to say for a minute
-        throughput_meter.note(50, 0)
+        throughput_meter.record(50, 0)
     assert throughput_meter.rate_bps == pytest.approx(8e6, rel=0.01)

@@ -22,7 +22,7 @@ class Watch:
         """One, read by read."""
         for pending_bytes in (*range(READ_BYTES, size_bytes, READ_BYTES), 0):
             self.now_s += 8 * READ_BYTES / bits_per_s
-            self.meter.note(READ_BYTES, pending_bytes)
+            self.meter.record(READ_BYTES, pending_bytes)
 
 
 def test_the_rate_of_a_line() -> None:
@@ -67,7 +67,7 @@ def test_frames_on_two_links_at_once_share_the_line() -> None:
     for pending_bytes in (*range(READ_BYTES, FRAME_BYTES, READ_BYTES), 0):
         for meter in meters:
             now_s += 8 * READ_BYTES / LINE_BPS
-            meter.note(READ_BYTES, pending_bytes)
+            meter.record(READ_BYTES, pending_bytes)
     for meter in meters:
         assert meter.rate_bps == pytest.approx(LINE_BPS, rel=0.05)
 

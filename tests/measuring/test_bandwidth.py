@@ -113,7 +113,7 @@ async def test_nobody_gets_more_than_he_gave() -> None:
 
 @in_virtual_time
 async def test_a_node_asks_around_until_it_knows_enough() -> None:
-    made = await peers(6, Path(latency_s=0.01, bytes_per_s=30e6 / 8), look_s=10.0)
+    made = await peers(6, Path(latency_s=0.01, bytes_per_s=30e6 / 8), test_interval_s=10.0)
     everybody = [one.network.peer_id for one in made]
     first = made[0]
     await first.prober.start(lambda: everybody)
@@ -182,8 +182,8 @@ async def test_a_client_tests_with_some_peers_and_leaves_out_who_is_busy_or_gone
     alice, *others = await peers(5, Path(latency_s=0.01, bytes_per_s=30e6 / 8))
     names = [one.network.peer_id for one in others]
     others[0].busy = True
-    found = await alice.prober.look_around([*names, "nobody", alice.network.peer_id], 3)
+    found = await alice.prober.probe_candidates([*names, "nobody", alice.network.peer_id], 3)
     assert found.peers == 3 and found.up_bps == pytest.approx(30e6, rel=0.15)
     assert found.down_bps == pytest.approx(30e6, rel=0.15)
-    again = await alice.prober.look_around(names, 3)
+    again = await alice.prober.probe_candidates(names, 3)
     assert again.peers <= 1, "who was asked is left alone for a while"

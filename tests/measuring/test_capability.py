@@ -112,7 +112,7 @@ def test_the_file_is_bounded_and_its_loss_no_harm(tmp_path, watch):
 
 def passes(capability: Capability, watch: Watch, unit_s: float, count: int, every_s: float) -> None:
     for _ in range(count):
-        capability.note("decode_units_per_s", unit_s)
+        capability.record("decode_units_per_s", unit_s)
         watch.now_s += every_s
 
 
@@ -147,7 +147,7 @@ def test_a_trial_at_what_is_asked_is_announced_at_once_where_it_says_something_e
 def test_what_could_not_be_measured_is_taken_from_the_first_real_work(tmp_path):
     capability = Capability(Speeds(), CONDITIONS, SpeedCache(tmp_path / "speeds.json"))
     assert capability.section() == WorkSpeeds()
-    capability.note("training_units_per_s", 0.25)
+    capability.record("training_units_per_s", 0.25)
     assert capability.section() == WorkSpeeds(training_units_per_s=4.0)
 
 

@@ -41,9 +41,9 @@ def figures(readings: Readings, metric: Metric) -> dict[tuple[str, ...], float]:
 
 def test_a_stage_counts_passes_by_phase() -> None:
     meter = StageMeter(Span(2, 5), SERVE)
-    meter.note_pass(PREFILL, 0.5, microbatches=1, tokens=7, unit_tokens=21)
+    meter.record_pass(PREFILL, 0.5, microbatches=1, tokens=7, unit_tokens=21)
     for _ in range(2):
-        meter.note_pass(DECODE, 0.25, microbatches=4, tokens=4, unit_tokens=12)
+        meter.record_pass(DECODE, 0.25, microbatches=4, tokens=4, unit_tokens=12)
     expected_passes = {("2:5", PREFILL): 1, ("2:5", DECODE): 2}
     assert figures(meter.readings(), table.PASS_SECONDS) == expected_passes
     assert figures(meter.readings(), table.BATCH_SIZE) == expected_passes
@@ -54,9 +54,9 @@ def test_a_stage_counts_passes_by_phase() -> None:
 
 def test_bytes_before_and_after_compression() -> None:
     meter = StageMeter(Span(0, 2), TRAIN)
-    meter.note_tensors(Codec.INT8, FORWARD, raw_bytes=400, encoded_bytes=110)
-    meter.note_tensors(Codec.INT8, FORWARD, raw_bytes=400, encoded_bytes=110)
-    meter.note_tensors(Codec.NONE, BACKWARD, raw_bytes=64, encoded_bytes=64)
+    meter.record_tensors(Codec.INT8, FORWARD, raw_bytes=400, encoded_bytes=110)
+    meter.record_tensors(Codec.INT8, FORWARD, raw_bytes=400, encoded_bytes=110)
+    meter.record_tensors(Codec.NONE, BACKWARD, raw_bytes=64, encoded_bytes=64)
     forward, backward = ("0:2", TRAIN, "int8", FORWARD), ("0:2", TRAIN, "none", BACKWARD)
     assert figures(meter.readings(), table.TENSOR_RAW_BYTES) == {forward: 800, backward: 64}
     assert figures(meter.readings(), table.TENSOR_ENCODED_BYTES) == {forward: 220, backward: 64}

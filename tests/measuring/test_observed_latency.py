@@ -45,9 +45,9 @@ class PlanningRouter(ToyRouter):
             for one in swarm.volunteers
         ]
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
+    def route(self, avoid: frozenset[PeerId], retain: Sequence[HopSpec], size: SessionSize) -> Route:
         view = view_of(UNITS, self.announced, unit_s=self.observed_latency.units_s())
-        return find_route(view, client="client", avoid=avoid, keep=keep).hops
+        return find_route(view, client="client", avoid=avoid, retain=retain).hops
 
 
 async def swarm_with_a_liar(spans: list[tuple[int, int]], liar: int, slowness: float = 1.0) -> tuple[ToySwarm, PeerId]:

@@ -87,5 +87,5 @@ def test_what_is_measured_at_home_says_nothing_of_the_line_out_of_it() -> None:
 
 def test_reachability_is_told_as_a_number() -> None:
     paths = Paths("me", {}.get)
-    paths.look(["/ip4/10.0.0.2/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], [])
+    paths.check_reachability(["/ip4/10.0.0.2/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], [])
     assert paths.section().reachability == Reachability.MAPPED == 2

@@ -114,14 +114,14 @@ def test_what_was_given_is_kept_over_restarts(tmp_path: Path) -> None:
     assert not donation(tmp_path).any
     for worker, name in ((first, "a"), (second, "b")):
         record = WorkRecord(tmp_path, name, swarm(SWARM, private=True), worker.readings)
-        assert record.keep(record.given()) == donation(tmp_path)
+        assert record.store(record.run_sums()) == donation(tmp_path)
         worker.answers, worker.lent_s = 2, 1800.0
-        record.keep(record.given())
-        record.keep(record.given())
+        record.store(record.run_sums())
+        record.store(record.run_sums())
     again = Worker()
     record = WorkRecord(tmp_path, "a", swarm(OPEN, private=False), again.readings)
     again.answers, again.lent_s = 1, 3600.0
-    record.keep(record.given())
+    record.store(record.run_sums())
     own, ada, bob = (Identity.generate() for _ in range(3))
     own.save(tmp_path / "client.key")
     node = Identity.generate()
@@ -147,7 +147,7 @@ def test_what_was_given_is_kept_over_restarts(tmp_path: Path) -> None:
 def test_energy_is_told_where_a_card_measures_it(tmp_path: Path) -> None:
     meter = EnergyMeter(tmp_path, lambda: None, now=iter((0.0, 60.0, 60.0)).__next__)  # type: ignore[arg-type, return-value]
     for counter_j in (0.0, 1.8e6):
-        meter.look(counter_j)
+        meter.record(counter_j)
     assert donation(tmp_path).energy_j == 1.8e6 and (tmp_path / cards.FILE).exists()
     assert str(Donation(1, 90.0, 0, 0, None)) == "1 answer in 2 minutes"
     assert str(Donation(0, 7200.0, 0, 1, None)) == "2.0 hours; in the last 30 days for 1 visit to open swarms"

@@ -176,7 +176,7 @@ async def test_log_lines_of_a_session_carry_its_trace_and_not_its_id() -> None:
 
 
 def note(trace: SessionTrace, end: int, came_s: float) -> None:
-    trace.note(
+    trace.record(
         end, 1, came_s=came_s, began_s=came_s + 0.001, ended_s=came_s + 0.003, sent_s=came_s + 0.0035, batch=end % 7 + 1
     )
 
@@ -192,7 +192,7 @@ def test_the_last_steps_of_a_session_are_kept() -> None:
 
 def test_times_that_do_not_fit_are_cut() -> None:
     trace = SessionTrace(0, 1)
-    trace.note(1, 1, came_s=5.0, began_s=4.0, ended_s=1e6, sent_s=1e6, batch=1 << 20)
+    trace.record(1, 1, came_s=5.0, began_s=4.0, ended_s=1e6, sent_s=1e6, batch=1 << 20)
     (step,) = trace.trace().steps
     assert (step.wait_us, step.compute_us, step.stay_us, step.batch) == (0, MAX_TRACE_US, MAX_TRACE_US, 65535)
 

@@ -38,7 +38,7 @@ class Peer:
         certificate = b"" if ticket is None else admit_peer(ticket.grant, ticket.key, SWARM, self.id, NOW)
         self.membership = Membership(SWARM, OWNER.public, private=ticket is not None, certificate=certificate)
         file = MembershipFile(town.folder / f"{name}.json")
-        self.access_control = AccessControl(self.membership, file, clock=lambda: town.now, look_s=0.02)
+        self.access_control = AccessControl(self.membership, file, clock=lambda: town.now, check_interval_s=0.02)
         self.looked = asyncio.Event()
         self.access_control.on_look = self.looked.set
         valid = by_subkey({**notice_rules(self.membership, lambda: town.now), b"": lambda *_: True})
@@ -214,7 +214,7 @@ async def test_a_revocation_goes_over_live_links_and_cuts_those_of_the_revoked(t
     door, server, evil = [await town.peer(name, Ticket(name)) for name in ("door", "server", "evil")]
     await server.ask(door, SESSION)
     over = await evil.hold(server, SESSION)
-    door.access_control.heard(next(iter(door.access_control._links)), 1, listed(peers=(evil.id,)))
+    door.access_control.accept_revocations(next(iter(door.access_control._links)), 1, listed(peers=(evil.id,)))
     error = await over
     assert isinstance(error, PeerRefused) and error.code is ErrorCode.REFUSED
     assert not server.access_control.admits(evil.id)

@@ -39,10 +39,10 @@ def test_an_expectation_learns_mean_and_deviation() -> None:
     steps = Expectation()
     assert steps.mean is None and steps.bound is None
     for sample in [1.0, 1.2] * 50:
-        steps.note(sample)
+        steps.record(sample)
     assert steps.mean == pytest.approx(1.1, abs=0.02)
     assert steps.bound == pytest.approx(1.5, abs=0.05)
-    steps.note(5.0)  # one that is late widens it at once
+    steps.record(5.0)  # one that is late widens it at once
     assert steps.bound is not None and steps.bound > 4.0
 
 

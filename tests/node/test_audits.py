@@ -194,8 +194,8 @@ async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_
         liar = await hop_in_use(swarm, finder, 0)
         tamper(liar, noise_on_every_tenth(5e-5))
         await generate_until_shunned(finder, 12)
-        await finder.reports.told()
-        await reader.reports.look()
+        await finder.reports.wait_published()
+        await reader.reports.check_reports()
         assert reader.auditor.standing.shunned == {liar.peer}
         assert not reader.auditor.standing.doubted
 
@@ -208,7 +208,7 @@ async def test_reports_are_tried_before_they_are_believed(founded: Founded, tmp_
             await finder.reports._publish(ids, await fetch_account(finder.auditor.replays.statements, hop.peer, *asked))
         await tokens.aclose()
         for _ in session.route:
-            await reader.reports.look()
+            await reader.reports.check_reports()
         assert results(reader)["passed"] == TEXTS, "the second report was not looked into"
         assert reader.auditor.standing.doubted == {finder.peer_id}
         assert reader.auditor.standing.shunned == {liar.peer}

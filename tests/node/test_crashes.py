@@ -54,7 +54,7 @@ DEATHS = """
     def ends(file, kill, model="model", forgets=False, leaves=False):
         def life():
             log = CrashLog.start(folder / "crashes" / file, model)
-            log.note("it held layer 3")
+            log.record("it held layer 3")
             if forgets:
                 log.forget()
             kill()

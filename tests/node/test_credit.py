@@ -253,7 +253,7 @@ def keep_receipts(swarm: VirtualSwarm, giver: VirtualMember, unit_tokens: int) -
     folder = ReceiptFolder(receipts_of(giver.home, id_), id_, giver.peer, verify, swarm.unix)
     for friend in (Identity(bytes([number] * 32)) for number in range(1, 3)):
         receipt = Receipt(id_, friend.peer_id, giver.peer, now - 60, now, unit_tokens)
-        folder.keep(receipt, sign_receipt(receipt, friend.sign))
+        folder.store(receipt, sign_receipt(receipt, friend.sign))
 
 
 @in_virtual_time

@@ -180,8 +180,8 @@ async def test_many_passes_are_signed_for_without_waiting(tmp_path: Path, module
             issuer, last = client._receipts, swarm.members["last-0"]
             works = [number.to_bytes(16, "big") for number in range(4 * MAX_WORK_IDS)]
             for work in works:
-                last.node._host.completed.note(work, 5, 5)  # as that many passes would
-                issuer.note(last.peer, work, served=5)
+                last.node._host.completed.record(work, 5, 5)  # as that many passes would
+                issuer.record(last.peer, work, served=5)
             await asyncio.sleep(2 * GATHER_S)
             (found,) = folder_credits(swarm.folder / "homes")
             assert found.credit.served == 5 * len(works)

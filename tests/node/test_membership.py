@@ -27,7 +27,7 @@ from swarmnode.peer.questions import ask
 from swarmnode.swarm.peers.standing import parse_trust
 from swarmnode.swarm.records.invite import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, open_admitted_peers, record_members
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
@@ -85,7 +85,7 @@ class Club:
         client = await self.owners_client()
         view = await OwnersView.read(load_swarm(self.virtual.file), self.book, client)
         await client.close()
-        picture: list[dict[str, Any]] = view.told()["members"]
+        picture: list[dict[str, Any]] = view.to_json()["members"]
         return picture
 
     async def owners_client(self) -> OwnerClient:
@@ -363,9 +363,9 @@ async def test_the_owners_book_goes_on_after_a_full_disk(
     def note(file: Path, peers: Any) -> None:
         if full:
             raise LocalError(f"cannot write {file}: no space left on device")
-        note_members(file, peers)
+        record_members(file, peers)
 
-    monkeypatch.setattr("swarmnode.peer.host.note_members", note)
+    monkeypatch.setattr("swarmnode.peer.host.record_members", note)
     async with club_of(tiny, tmp_path) as club:
         club.book.save()
         await asyncio.sleep(MINUTE_S)

@@ -19,7 +19,7 @@ from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
-from swarmnode.swarm.storage.remembered import keep_own_name
+from swarmnode.swarm.storage.remembered import store_own_name
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
@@ -90,7 +90,7 @@ async def test_a_host_never_says_that_it_waits_for_its_own_bootstrap_peer(
         async def opened(_now: Swarm, _reached: list[str]) -> None:
             pass
 
-        keep_own_name(tmp_path / "node", "Carol")
+        store_own_name(tmp_path / "node", "Carol")
         door = HostConfig(tmp_path / "door", name="bootstrap")
         config = NodeConfig(HostConfig(tmp_path / "node"), StageConfig())
         host = SwarmHost(swarm.load(), door, config, tell, platform=swarm.platform())

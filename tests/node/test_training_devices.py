@@ -130,7 +130,7 @@ async def test_counts_that_are_lost_unheard_are_counted_again(
 
     async def lose_and_reduce(stage: TrainingStage, line: Line, body: Reduce) -> None:
         if next(losing, False):
-            await stage.bench.call(Urgency.CONTROL, stage.state.learner.discard, kind="discard gradients")
+            await stage.shared_executor.call(Urgency.CONTROL, stage.state.learner.discard, kind="discard gradients")
         await reduce(stage, line, body)
 
     monkeypatch.setattr(TrainingStage, "_reduce", lose_and_reduce)

@@ -18,11 +18,11 @@ def test_own_requests_are_not_work_for_others() -> None:
     completed.begin(b"a", OTHER)
     completed.begin(b"b", OWN)
     for work in (b"a", b"b", b"c"):  # c: behind the first hop, whose client is not known yet
-        completed.note(work, 30, 10)
+        completed.record(work, 30, 10)
     assert (completed.total, completed.positions_for_others) == (90, 20)
     completed.confirm([b"c"], 30, OWN)
     assert completed.positions_for_others == 10, "its receipt tells whose it was"
-    completed.note(b"c", 3, 1)
+    completed.record(b"c", 3, 1)
     completed.confirm([b"a"], 30, OTHER)
     assert (completed.total, completed.positions_for_others, completed.receipted) == (93, 10, 60)
     assert completed.unconfirmed([b"a", b"b"]) == 30, "receipts cover own work as well"
@@ -33,8 +33,8 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     completed = CompletedWork({OWN}.__contains__)
     for number in range(10):
         completed.begin(bytes([number]), OWN)
-        completed.note(bytes([number]), 1, 1)
-        completed.note(bytes([100 + number]), 1, 1)
+        completed.record(bytes([number]), 1, 1)
+        completed.record(bytes([100 + number]), 1, 1)
     kept = completed._own, completed._positions, completed._unconfirmed
     assert all(len(each) <= 3 for each in kept) and completed.positions_for_others == 10
 

@@ -20,7 +20,11 @@ from tests.net.virtual import in_virtual_time
 
 ME = "me"
 QUICK = PlacementConfig(
-    settle_s=0.05, claim_look_s=0.01, look_s=0.01, calm_look_s=0.02, move_policy=MovePolicy(turn_s=0.01)
+    settle_s=0.05,
+    claim_interval_s=0.01,
+    move_interval_s=0.01,
+    calm_interval_s=0.02,
+    move_policy=MovePolicy(turn_s=0.01),
 )
 
 
@@ -53,7 +57,7 @@ class Directory:
     async def refresh(self) -> None:
         pass
 
-    async def look_for(self, unit: int) -> None:
+    async def read_holders(self, unit: int) -> None:
         self.searched.append(unit)
         self.known.update({one.peer: one for one in self.hidden if one.holds(unit)})
 
@@ -74,7 +78,7 @@ def place(
         swarm=swarm,
         standing=standing,
         clock=Clock(monotonic=asyncio.get_running_loop().time),
-        decisions=SimpleNamespace(note=lambda *_facts, **_units: None),
+        decisions=SimpleNamespace(record=lambda *_facts, **_units: None),
     )
     return Placement(host, capacity, config, rule)  # type: ignore[arg-type]
 

@@ -93,7 +93,7 @@ class ToyWorker:
                 position_limit=None,
             ),
             pool=SimpleNamespace(
-                budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True, bytes_per_token=end - start
+                budget=CacheBudget(cache_bytes), retains=lambda _held, _length: True, bytes_per_token=end - start
             ),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
@@ -205,8 +205,8 @@ class ToyRouter(Router):
         self.most_drafts = 0
         self.observed_latency = ObservedLatency(clock=asyncio.get_running_loop().time)
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
-        kept = {hop.peer for hop in keep}
+    def route(self, avoid: frozenset[PeerId], retain: Sequence[HopSpec], size: SessionSize) -> Route:
+        kept = {hop.peer for hop in retain}
         usable = [one for one in self._volunteers if one.peer not in avoid and one.peer not in self.suspected]
         usable.sort(key=lambda one: one.peer not in kept)
         hops: list[HopSpec] = []

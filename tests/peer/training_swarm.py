@@ -353,7 +353,7 @@ class TrainingSwarm:
         """Everybody has made the update of the last step."""
         for volunteer in self.live:
             await until(lambda v=volunteer: v.ready and v.stage.state.step == steps, f"step {steps} at {volunteer}")
-            await volunteer.stage.bench.call(Urgency.IDLE, lambda: None, kind="try")
+            await volunteer.stage.shared_executor.call(Urgency.IDLE, lambda: None, kind="try")
 
     def replicas(self) -> Iterator[tuple[int, list[Mapping[str, Tensor]]]]:
         """(unit, the parameters that each live replica has)."""

@@ -61,12 +61,12 @@ def test_what_is_taken_back_is_chosen_anew() -> None:
 
 def test_what_others_chose_is_taken_up_and_what_was_chosen_here_stands() -> None:
     schedule = CodecSchedule(Codec.NONE, [(0, Codec.INT8)])
-    schedule.take_up([(0, Codec.INT4), (50, Codec.BF16)])
+    schedule.merge([(0, Codec.INT4), (50, Codec.BF16)])
     assert schedule.changes == ((0, Codec.INT8), (50, Codec.BF16))
 
 
 def test_no_peer_makes_it_grow_without_bound() -> None:
     schedule = CodecSchedule(Codec.NONE, [(at, Codec.INT8) for at in range(10_000)])
     assert schedule.full and len(schedule.changes) == MAX_CHANGES
-    schedule.take_up([(at, Codec.BF16) for at in range(10_000, 20_000)])
+    schedule.merge([(at, Codec.BF16) for at in range(10_000, 20_000)])
     assert len(schedule.changes) == MAX_CHANGES

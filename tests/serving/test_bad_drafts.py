@@ -168,7 +168,7 @@ async def test_guesses_that_are_taken_back_without_end_are_dropped_before_they_a
     session = last.server.session(SESSION)
     assert session is not None and session.cursor.accepted <= 11
     assert last.worker.queued < 4 and last.worker.dropped > 1000
-    assert len(session._taken_back._cuts) <= MOST and len(session._guessed_jobs._guesses) <= 32
+    assert len(session._retractions._cuts) <= MOST and len(session._guessed_jobs._guesses) <= 32
 
 
 @pytest.mark.parametrize("field", ["forced", "guesses"])

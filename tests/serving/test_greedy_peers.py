@@ -103,7 +103,7 @@ def of(peer: str) -> Claimant:
 
 
 async def reserve(memory: SessionMemory, key: int, peer: str, size: int) -> bool:
-    return memory.take(key, of(peer), cache_bytes=(size,), journal_bytes=0)
+    return memory.reserve(key, of(peer), cache_bytes=(size,), journal_bytes=0)
 
 
 async def test_a_hundred_peers_of_one_network_hold_no_more_than_one() -> None:

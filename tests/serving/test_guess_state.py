@@ -16,8 +16,8 @@ from swarmnode.compute.serving.sampler import Drawn, Guess, Sampler
 from swarmnode.links.hop import Entry, until
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.generation import drafts_in
-from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, TakenBack
-from swarmnode.serving.job import ForwardHidden, Job, cut, drop_from, entries_of, merge, take
+from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, Retractions
+from swarmnode.serving.job import ForwardHidden, Job, cut, drop_from, entries_of, merge, next_job
 from swarmnode.serving.session.session_streams import InputCursor, ids_in, ids_input, output_of
 from tests.serving.drafting import Oracle, Steady
 
@@ -32,7 +32,7 @@ def job(start: int, count: int, guessed: int = 0, turn: int = 0, **more: object)
 
 
 def test_guesses_are_taken_back_in_a_newer_turn_and_never_what_is_sure() -> None:
-    cursor = InputCursor(known=0)
+    cursor = InputCursor(received_end=0)
     cursor.advance(5)
     assert cursor.sure == 5
     cursor.advance(9, guessed=3)
@@ -40,7 +40,7 @@ def test_guesses_are_taken_back_in_a_newer_turn_and_never_what_is_sure() -> None
     assert cursor.begin_turn(0, 7) is None, "no newer turn"
     assert cursor.begin_turn(2, 7) == 7 and cursor.accepted == 7
     assert cursor.begin_turn(3, 4) == 6, "positions below are of the text"
-    assert (cursor.advance(8, guessed=0), cursor.taken_back(), cursor.taken_back()) == ((6, None), 6, None)
+    assert (cursor.advance(8, guessed=0), cursor.pop_retraction(), cursor.pop_retraction()) == ((6, None), 6, None)
     assert cursor.begin_turn(4, 8) is None and cursor.turn == 4, "there is nothing to take back"
     cursor.advance(10, guessed=2)
     cursor.confirm(9)
@@ -77,7 +77,7 @@ def test_whatever_is_dropped_every_position_comes_from_the_latest_turn() -> None
             end += count
         came = dict[int, int]()
         while jobs:
-            one = take(jobs, chance.randrange(1, 9))
+            one = next_job(jobs, chance.randrange(1, 9))
             came.update(dict.fromkeys(range(one.start, one.end), one.turn))
         assert came == {position: turn for position, turn in owner.items() if position < end}
 
@@ -103,9 +103,9 @@ def test_entries_are_cut_at_a_position() -> None:
 def test_what_was_computed_for_an_earlier_turn_counts_up_to_the_lowest_cut(
     cuts: list[tuple[int, int]], turn: int, limit: int | None
 ) -> None:
-    taken_back = TakenBack()
+    taken_back = Retractions()
     for one in cuts:
-        taken_back.note(*one)
+        taken_back.record(*one)
     assert taken_back.limit(turn) == limit
 
 
@@ -128,7 +128,7 @@ def test_guesses_in_flight_are_bounded_and_judged_in_their_order() -> None:
 
     lead.know(text[:5])
     assert proposed(100) == [], "nothing has come round the ring"
-    lead.heard(5)
+    lead.record_token(5)
     assert proposed(100) == text[5:8] and proposed(100) == [], "three are in flight"
     assert lead.judge(text[5]) and lead.judge(text[6]) and lead.end == 7
     assert proposed(9) == [text[8]], "the text ends at position 9"
@@ -151,7 +151,7 @@ class Eager(Oracle):
 def test_of_too_many_guesses_the_first_ones_are_sent() -> None:
     lead = DraftLead(Eager([1, 2]), Steady(4), most=3, begin=0, clock=lambda: 1.0, counts=[])
     lead.know([1, 2])
-    lead.heard(2)
+    lead.record_token(2)
     assert [guess.id for guess in lead.propose(100)] == [7] * 3 and lead.propose(100) == []
 
 
@@ -160,11 +160,11 @@ def test_the_time_of_a_turn_is_that_of_the_position_before_the_token() -> None:
     lead = DraftLead(Oracle([]), budget, most=4, begin=0, clock=lambda: now_s[0], counts=[])
     lead.sent(10, 13)
     now_s[0] = 0.5
-    lead.heard(11)
+    lead.record_token(11)
     now_s[0] = 0.7
     lead.sent(13, 14)
-    lead.heard(14)
-    lead.heard(14)
+    lead.record_token(14)
+    lead.record_token(14)
     assert budget.turns_s == [0.5, 0.0]
 
 
@@ -178,16 +178,16 @@ def test_a_job_waits_for_the_ids_of_its_turn() -> None:
     jobs.put(job(5, 3, guessed=2, turn=1))
     jobs.put(job(8, 1, guessed=0, turn=1))
     assert [one.start for one in done] == [0]
-    jobs.hear(6, Drafts((1, 2), 0))
+    jobs.accept(6, Drafts((1, 2), 0))
     assert len(done) == 1, "of another turn"
-    jobs.hear(6, Drafts((3,), 1))
-    jobs.hear(7, Drafts((4,), 1))
+    jobs.accept(6, Drafts((3,), 1))
+    jobs.accept(7, Drafts((4,), 1))
     assert [one.guesses for one in done[1:]] == [(Guess(6, 3), Guess(7, 4)), ()]
     jobs.put(job(9, 2, guessed=2, turn=1))
     jobs.put(job(9, 1, turn=2, back_to=9))
     assert [(one.start, one.turn) for one in done[3:]] == [(9, 2)], "what waited was taken back"
     for start in range(100, 1000):
-        jobs.hear(start, Drafts((1,), 2))
+        jobs.accept(start, Drafts((1,), 2))
     assert len(jobs._guesses) <= 32
 
 

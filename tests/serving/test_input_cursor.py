@@ -9,7 +9,7 @@ from swarmnode.serving.session.session_streams import ONE_ID, InputCursor
 
 
 def test_tokens_that_came_too_early_wait_for_their_turn() -> None:
-    cursor = InputCursor(known=0)
+    cursor = InputCursor(received_end=0)
     for position, token in ((5, 50), (4, 40)):
         cursor.hold(position, token)
     assert cursor.next_token() is None
@@ -22,11 +22,11 @@ def test_tokens_that_came_too_early_wait_for_their_turn() -> None:
 
 
 def test_what_is_taken_back_is_said_with_the_next_input_and_only_once() -> None:
-    cursor = InputCursor(known=9)
+    cursor = InputCursor(received_end=9)
     cursor.advance(10)
     cursor.hold(10, 1)
     cursor.hold(12, 2)
-    assert cursor.truncate(Truncate(1, 8)) and (cursor.accepted, cursor.known) == (8, 8)
+    assert cursor.truncate(Truncate(1, 8)) and (cursor.accepted, cursor.received_end) == (8, 8)
     assert not cursor.truncate(Truncate(1, 3)), "the session moved, and hears it again"
     assert cursor.truncate(Truncate(2, 6)) and cursor.next_token() is None
     assert cursor.advance(7) == (6, Truncate(2, 6))

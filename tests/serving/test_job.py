@@ -13,7 +13,7 @@ from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.plan.compression import CodecSchedule
-from swarmnode.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, take
+from swarmnode.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, next_job
 
 
 def job(start: int, count: int, want: Want = Want.NOTHING, **more: object) -> Job:
@@ -43,7 +43,7 @@ def test_joined_and_cut_in_any_way_every_position_comes_once() -> None:
         heard: list[int] = []
         while jobs:
             most = chance.randrange(1, 40)
-            one = take(jobs, most)
+            one = next_job(jobs, most)
             assert one.count <= most and positions(one) == list(range(one.start, one.end))
             came += positions(one)
             heard += [one.end] * (one.want == Want.LAST)
@@ -52,7 +52,7 @@ def test_joined_and_cut_in_any_way_every_position_comes_once() -> None:
 
 def test_what_is_one_answer_stays_whole() -> None:
     jobs = deque([job(0, 50, Want.ALL)])
-    assert take(jobs, 16).count == 50 and not jobs
+    assert next_job(jobs, 16).count == 50 and not jobs
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode
 from swarmnode.plan.compression import MAX_CHANGES
 from swarmnode.plan.serving.scheduler import PassCost
-from swarmnode.serving.client.client_session import ToldCodecs
+from swarmnode.serving.client.client_session import ReportedCodecs
 from swarmnode.serving.link_codecs import CodecRules, SessionCodecs
 
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))
@@ -30,7 +30,7 @@ def codecs(opened: Open = OPENED, bandwidth_bps: float | None = SLOW_BPS) -> Ses
 
 
 def look(of: SessionCodecs, start: int, end: int) -> list[LinkCodec]:
-    return of.look(start, end, rtt_s=0.0, cost=PassCost())
+    return of.choose(start, end, rtt_s=0.0, cost=PassCost())
 
 
 def test_a_codec_is_chosen_once_for_the_prompt_and_once_for_the_steps() -> None:
@@ -103,13 +103,13 @@ def test_what_the_swarm_forbids_is_refused() -> None:
     ],
 )
 def test_a_client_hears_only_of_what_a_hop_can_mean(told: LinkCodec) -> None:
-    heard = ToldCodecs(Codec.NONE)
-    heard.hear(told, ROUTE, max_length=200)
-    assert heard.told == ()
+    heard = ReportedCodecs(Codec.NONE)
+    heard.record(told, ROUTE, max_length=200)
+    assert heard.link_codecs == ()
 
 
 def test_a_hop_that_chooses_without_end_fills_no_memory() -> None:
-    heard = ToldCodecs(Codec.NONE)
+    heard = ReportedCodecs(Codec.NONE)
     for position in range(10_000):
-        heard.hear(LinkCodec(3, position, Codec.INT8), ROUTE, max_length=20_000)
-    assert len(heard.told) == MAX_CHANGES
+        heard.record(LinkCodec(3, position, Codec.INT8), ROUTE, max_length=20_000)
+    assert len(heard.link_codecs) == MAX_CHANGES

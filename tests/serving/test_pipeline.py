@@ -69,7 +69,7 @@ class Line:
     def open(self, session: int, start: int, end: int) -> None:
         opened = opening(start, end)
         cache_bytes = self.pipeline.cache_bytes(opened)
-        assert self.pipeline.memory.take(session, Claimant("", "peer"), cache_bytes=cache_bytes, journal_bytes=1)
+        assert self.pipeline.memory.reserve(session, Claimant("", "peer"), cache_bytes=cache_bytes, journal_bytes=1)
         self.pipeline.open(session, opened)
 
     def submit(self, session: int, **options: Any) -> None:
@@ -158,9 +158,9 @@ async def test_where_one_device_has_no_room_none_is_promised_any() -> None:
     ledger, budgets = MemoryLedger(), [CacheBudget(100), CacheBudget(50)]
     memory = SessionMemory(budgets, ledger)
     peer = Claimant("", "peer")
-    assert memory.take(1, peer, cache_bytes=(40, 40), journal_bytes=5)
-    assert not memory.take(2, peer, cache_bytes=(40, 20), journal_bytes=5)
-    assert not memory.take(1, peer, cache_bytes=(90, 60), journal_bytes=9)
+    assert memory.reserve(1, peer, cache_bytes=(40, 40), journal_bytes=5)
+    assert not memory.reserve(2, peer, cache_bytes=(40, 20), journal_bytes=5)
+    assert not memory.reserve(1, peer, cache_bytes=(90, 60), journal_bytes=9)
     assert [budget.claimed(Claim.PROMISED) for budget in budgets] == [40, 40]
     assert ledger.accounts()[Account.JOURNALS] == 5
 
@@ -168,5 +168,5 @@ async def test_where_one_device_has_no_room_none_is_promised_any() -> None:
 async def test_only_who_has_what_is_lacking_gives_way() -> None:
     memory = SessionMemory([CacheBudget(100), CacheBudget(100)], MemoryLedger())
     for key, cache_bytes in enumerate([(60, 0), (40, 0), (0, 50), (0, 50)]):
-        assert memory.take(key, Claimant("a", "a"), cache_bytes=cache_bytes, journal_bytes=0)
+        assert memory.reserve(key, Claimant("a", "a"), cache_bytes=cache_bytes, journal_bytes=0)
     assert memory.who_gives_way(Claimant("b", "b"), (0, 20), 0, idle=[0, 1, 2, 3]) == [2]

@@ -32,7 +32,7 @@ class KnownDurations(LinkDurations):
         super().__init__()
         self._seconds = seconds
 
-    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+    def record(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
         self._now_s[link] = self._seconds.get(link[0], 0.0)  # type: ignore[index]
         return self._now_s[link]
 
@@ -57,8 +57,8 @@ async def test_the_slowest_link_of_all_is_compressed_most_whatever_one_peer_says
         assert await asyncio.wait_for(trainer.train(asyncio.Event()), PATIENCE_S) == 4
         slow = second.stage.compressor.choices[third.peer, FORWARD]
         faster = first.stage.compressor.choices[second.peer, FORWARD]
-        assert (slow.codec, slow.keep) == (Codec.TOPK, 1 / RATIO)
-        assert (faster.codec, faster.keep) == (Codec.TOPK, 2 / RATIO)
+        assert (slow.codec, slow.topk_share) == (Codec.TOPK, 1 / RATIO)
+        assert (faster.codec, faster.topk_share) == (Codec.TOPK, 2 / RATIO)
 
 
 def test_a_swarm_that_allows_no_top_k_refuses_it() -> None:

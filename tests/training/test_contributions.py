@@ -49,7 +49,7 @@ def judged(codec: Codec, due_N: Tensor, said_N: Tensor) -> Judgement | None:
     """Where all of it was settled by one who looks."""
     watched = ContributionSketch(PEER, LENGTHS, SEED)
     for place in (part.place for part in cut(ELEMENTS, [1])):
-        watched.hear((0,), PEER, place, decode(*encode(said_N[place], codec)))
+        watched.accept((0,), PEER, place, decode(*encode(said_N[place], codec)))
     return judge_contribution(watched, {0: gradient_sketch(due_N, SEED)}, codec)
 
 
@@ -86,10 +86,10 @@ def test_rounds_of_vectors_and_of_matrices_are_parts_of_one_vector() -> None:
     heard_N, times_N = torch.zeros_like(local_N), torch.zeros_like(local_N)
     for one in compressor.run(Exchange(FlatVector([local_N]), total, 1.0)):
         for place in (part.place for part in cut(len(one), [1])):
-            said = one.hear(place, 1.0, *one.offer(place)).values_N
+            said = one.accept(place, 1.0, *one.offer(place)).values_N
             for stretch, values_M in one.in_vector(place, said):
                 heard_N[stretch] += values_M
                 times_N[stretch] += 1
-            one.take(place, *one.settle(place, [one.hear(place, 1.0, *one.offer(place))]))
+            one.write_settled(place, *one.settle(place, [one.accept(place, 1.0, *one.offer(place))]))
     assert (times_N == 1).all()
     assert torch.allclose(heard_N, local_N, atol=0.03)

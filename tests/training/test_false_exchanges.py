@@ -32,7 +32,7 @@ from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.audits import AuditBudget
-from swarmnode.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.training.spot_checks.step_records import StoredMicrobatch
 from tests.compute.training.toy import ToySegment
 from tests.peer.training_swarm import Volunteer, local_losses
 from tests.training.sabotage import Ill, Saboteur
@@ -221,7 +221,7 @@ def kill_within(scene: Scenario, victim: Volunteer, step: int) -> None:
     records = victim.spot_checks.records
     close, closed = records.close, 0
 
-    def closing(kept: KeptMicrobatch) -> None:
+    def closing(kept: StoredMicrobatch) -> None:
         nonlocal closed
         close(kept)
         closed += bool(kept.parameters) and kept.body.step == step

@@ -39,7 +39,7 @@ LONGEST_S = 300.0  # of virtual time, for the whole training
 class EvenDurations(LinkDurations):
     """Of links that all take a second, so that top-k keeps as few elements as the run says."""
 
-    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+    def record(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
         self._now_s[link] = 1.0
         return 1.0
 

@@ -61,11 +61,11 @@ def heard_in(module: ModuleType, *functions: str) -> set[str]:
 
 HEARD: dict[str, set[str]] = {
     "coordinator": names([Work, *FROM_TRAINERS, *FROM_WORKERS]),
-    "trainer": names(FROM_COORDINATOR) | heard_in(trainer, "hear", "hear_last"),
+    "trainer": names(FROM_COORDINATOR) | heard_in(trainer, "receive", "receive_last"),
     "worker": names([*OPENINGS, *COMMANDS])
-    | heard_in(microbatch_in_flight, "_hear_sender", "_hear_next")
-    | heard_in(partner, "_hear", "_hear_incoming", "_hear_outgoing", "_hear_other")
-    | heard_in(all_reduce, "hear"),
+    | heard_in(microbatch_in_flight, "_receive_from_sender", "_receive_from_next")
+    | heard_in(partner, "_receive", "_receive_incoming", "_receive_outgoing", "_receive_other")
+    | heard_in(all_reduce, "receive"),
 }
 
 

@@ -376,7 +376,7 @@ def test_an_accusation_is_looked_into_and_not_believed_and_in_vain_it_costs_its_
             raw = sign_commitment(said, sign_as(accused.peer))
             for author in (accuser.peer, stranger, accused.peer):
                 for commitment in (raw, raw[:-1], b""):
-                    judge.spot_checks._hear(author, Accusation(scene.run.id, accused.peer, commitment))
+                    judge.spot_checks._receive(author, Accusation(scene.run.id, accused.peer, commitment))
             told.append(len(judge.spot_checks._suspicions))
 
         scene.on_step = accuse
@@ -393,23 +393,23 @@ def test_an_accusation_is_looked_into_and_not_believed_and_in_vain_it_costs_its_
 def test_suspicions(tmp_path: Path) -> None:
     standing = Standing(tmp_path / "standing.json", lambda: 0.0)
     suspicions = Suspicions(standing)
-    suspicions.hear("author", "accused")
-    suspicions.hear("author", "another")
+    suspicions.record("author", "accused")
+    suspicions.record("author", "another")
     assert suspicions.next({"accused", "another", "others"}) is None, "a stranger to the step chooses nobody"
     assert suspicions.next({"author", "accused", "another"}) == "accused"
-    suspicions.looked("accused", "void")
+    suspicions.record_check("accused", "void")
     for _ in range(LOOKS - 1):
-        suspicions.looked("accused", "passed")
+        suspicions.record_check("accused", "passed")
     assert len(suspicions) == 0 and not standing.doubted, "what came to nothing proves nothing"
     for accused in ("a", "b", "c"):
-        suspicions.hear("liar", accused)
-        suspicions.hear("honest", accused)
+        suspicions.record("liar", accused)
+        suspicions.record("honest", accused)
         for _ in range(LOOKS):
-            suspicions.looked(accused, "passed")
-        suspicions.hear("liar", "d")
+            suspicions.record_check(accused, "passed")
+        suspicions.record("liar", "d")
     assert standing.doubted == {"liar", "honest"} and len(suspicions) == 0
-    suspicions.hear("finder", "false one")
-    suspicions.looked("false one", "false")
+    suspicions.record("finder", "false one")
+    suspicions.record_check("false one", "false")
     assert "finder" not in standing.doubted and len(suspicions) == 0
 
 

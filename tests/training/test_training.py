@@ -17,7 +17,7 @@ from swarmnode.errors import NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Buffer
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.training.spot_checks.step_records import StoredMicrobatch
 from swarmnode.training.worker.admission import ReceivedLabels
 from tests.compute.training.toy import CLASSES, FEATURES
 from tests.net.virtual import in_virtual_time_with
@@ -101,7 +101,7 @@ async def test_the_inputs_go_to_the_ends_alone(swarm: TrainingSwarm) -> None:
 
         def note(
             learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
-        ) -> KeptMicrobatch | None:
+        ) -> StoredMicrobatch | None:
             seen[unit].add((body.values, () if labels is None else labels.body.values))
             return remember(learner, body, payload, labels)
 

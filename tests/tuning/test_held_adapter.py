@@ -32,7 +32,7 @@ BEAT_S = 0.1
 
 def last_codec(codecs: HopCodecs, direction: str, bandwidth_bps: float | None) -> int:
     for _ in range(4):
-        codecs.hear(direction, bandwidth_bps)
+        codecs.record_bandwidth(direction, bandwidth_bps)
         for number in range(3):
             codecs.count(number * BEAT_S)
         codecs.end_step()

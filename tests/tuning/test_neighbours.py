@@ -26,7 +26,7 @@ HIDDEN = 0.1 * torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1))
 
 
 def sent(*values: torch.Tensor, codec: Codec = Codec.NONE) -> Sent:
-    infos, payload = encode_values(tuple(value.contiguous() for value in values), codec, keep=0.1)
+    infos, payload = encode_values(tuple(value.contiguous() for value in values), codec, topk_share=0.1)
     return tuple(infos), list(payload)
 
 

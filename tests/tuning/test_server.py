@@ -197,7 +197,7 @@ async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: s
         given = {key: value for key, value in changes.items() if key not in ("peer", "units")}
         held = [object() for _ in range(ADAPTERS)]
         for number, place in enumerate(held):
-            scene.server._places.take(place, Claimant(f"group {number}", f"owner {number}"))
+            scene.server._places.admit(place, Claimant(f"group {number}", f"owner {number}"))
         _, answer = await scene.open(route=(HopSpec(peer, start, end),), **given)
         assert isinstance(answer, Error) and answer.code == code
         assert all(place in scene.server._places for place in held), "no other owner gave up a place for it"
@@ -427,7 +427,7 @@ def enter(talk: Talk, values: torch.Tensor, number: int = 0, *, learns: bool = T
 
 
 def turn(talk: Talk, gradient: torch.Tensor, number: int = 0, codec: Codec = Codec.NONE) -> None:
-    infos, payload = encode_values((gradient,), codec, keep=0.01)
+    infos, payload = encode_values((gradient,), codec, topk_share=0.01)
     talk.send(TuneGradient(0, number, (True,), infos), payload)
 
 

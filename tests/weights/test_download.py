@@ -20,7 +20,7 @@ def bring(download: Download, source: str, run: ChunkRange, now_s: float) -> Non
 
 
 def take(download: Download, source: str, now_s: float) -> ChunkRange:
-    run = download.take(source, now_s)
+    run = download.assign(source, now_s)
     assert run is not None
     return run
 
@@ -33,7 +33,7 @@ def test_a_source_may_hold_several_runs_and_gives_back_each_alone() -> None:
     work.give_back("a", second, 1.0)  # it failed
     rest = [take(work, "b", 1.0) for _ in range(RUNS - 1)]
     assert second in rest and first not in rest
-    assert work.take("b", 1.0) is None
+    assert work.assign("b", 1.0) is None
 
 
 def test_what_hangs_is_given_to_another_after_some_times_what_runs_take() -> None:
@@ -46,8 +46,8 @@ def test_what_hangs_is_given_to_another_after_some_times_what_runs_take() -> Non
         now_s += 0.1
         bring(work, "good", run, now_s)
     assert work.overdue_s == MIN_OVERDUE_S
-    assert work.take("good", 0.9) is None and work.take("hanging", 5.0) is None
-    assert work.take("good", 1.1) == hanging
+    assert work.assign("good", 0.9) is None and work.assign("hanging", 5.0) is None
+    assert work.assign("good", 1.1) == hanging
     bring(work, "good", hanging, 1.2)
     assert work.done
 

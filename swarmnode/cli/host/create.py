@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, NewOwnerOptions, owner_of
+from swarmnode.cli.options.founding import ADAPTERS, BootstrapOptions, MembershipOptions, NewOwnerOptions, owner_of
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
@@ -123,7 +123,7 @@ class NewModelOptions:
 
 
 @dataclass(frozen=True)
-class CreateDoorOptions(DoorOptions):
+class CreateBootstrapOptions(BootstrapOptions):
     """Addresses of a new bootstrap peer, or of running ones, by the names of the fields of Bootstraps."""
 
     running: list[str] = option(
@@ -145,7 +145,7 @@ def create(
     *,
     name: str = argument(..., "Name of the swarm; its file is NAME.swarm.", metavar="NAME"),
     model: NewModelOptions,
-    doors: Annotated[CreateDoorOptions, "running listen announce"],
+    doors: Annotated[CreateBootstrapOptions, "running listen announce"],
     standing: StandingOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -168,7 +168,7 @@ def create(
     """
     membership, silent = standing.membership, quiet or as_json
     model.check()
-    from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside, new_swarm_file
+    from swarmnode.founding.swarm_creation import Bootstraps, create_and_save, new_beside, new_swarm_file
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()
@@ -176,7 +176,7 @@ def create(
     with new_beside(path) as weights:
         source = model.source(weights, force=force, quiet=silent)
         with bytes_bar("Hashing the weights", quiet=silent) as progress:
-            swarm = found(
+            swarm = create_and_save(
                 path,
                 source,
                 bootstraps,

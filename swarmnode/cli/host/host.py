@@ -19,7 +19,7 @@ import typer
 from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import (
-    DoorOptions,
+    BootstrapOptions,
     MembershipOptions,
     NewOwnerOptions,
     OwnerOptions,
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 DOOR = "bootstrap"  # name that others see
 
 
-def open_door(
-    swarm: str, node: NodeOptions, name: str, doors: DoorOptions, metrics: MetricsOptions, *, as_json: bool
+def run_bootstrap(
+    swarm: str, node: NodeOptions, name: str, doors: BootstrapOptions, metrics: MetricsOptions, *, as_json: bool
 ) -> None:
     """Run a bootstrap peer of `swarm` until Ctrl-C; it listens at the addresses in `doors`, too. It relays for machines behind NAT
     and hands out weights, but computes nothing. Raises UsageError, LocalError, NetworkDown."""
@@ -115,7 +115,7 @@ class NewSwarmOptions(NewModelOptions):
 
 
 @dataclass(frozen=True)
-class HostDoorOptions(DoorOptions):
+class HostBootstrapOptions(BootstrapOptions):
     """Addresses of the bootstrap peer that `host` starts."""
 
     listen: list[str] = listen_option(
@@ -169,7 +169,7 @@ def host(
     new: Annotated[NewSwarmOptions, "name mode model config module units seed byte_level adapters"],
     membership: MembershipOptions,
     guests: GuestOptions,
-    doors: HostDoorOptions,
+    doors: HostBootstrapOptions,
     node: Annotated[
         NodeOptions,
         "memory_bytes max_cache_bytes max_upload_bps max_download_bps share hours days only_idle_s exclusive max_others_load "
@@ -198,7 +198,7 @@ def host(
     """
     logs.begin()
     if doors.door_only:
-        open_door(source, replace(node, home=home), new.name or DOOR, doors, metrics, as_json=as_json)
+        run_bootstrap(source, replace(node, home=home), new.name or DOOR, doors, metrics, as_json=as_json)
         return
     if not (source or new.what):
         fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
@@ -212,27 +212,27 @@ def host(
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity import check_home, hosting_alone
-    from swarmnode.swarm.storage.remembered import keep_own_name, machine_name, own_name
+    from swarmnode.swarm.storage.remembered import machine_name, own_name, store_own_name
 
     known_here = own_name(home) or (machine_name() if membership.membership == "private" else "")
     node = replace(node, home=home, name=known_here or "host")
     config = node.config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
-    door = replace(config.host, announce_maddrs=announced)
+    bootstrap_config = replace(config.host, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(new, membership, doors, owner, quiet=as_json)
     check_home(home)
-    swarm, path = founding.known()
+    swarm, path = founding.find_existing()
     new_owner = None
     if swarm is None:
         _probe(node)  # before anything is written
-        swarm, new_owner = founding.found(path)
+        swarm, new_owner = founding.create(path)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map, as_json=as_json)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     known_as = name_swarm(path, home)
     if known_here and not own_name(home):  # this machine has the same name in the owner's other swarms
-        keep_own_name(home, known_here)
+        store_own_name(home, known_here)
 
     async def serve(stop: asyncio.Event) -> None:
         tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
@@ -242,7 +242,7 @@ def host(
         _probe(node)
         trains = swarm.manifest is not None and swarm.manifest.mode == TRAIN
         port = None if page.no_page else free_gateway_port(page.port, home, trains=trains)
-        hosting = SwarmHost(swarm, door, config, tell)
+        hosting = SwarmHost(swarm, bootstrap_config, config, tell)
         options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options):
             await welcome.run(hosting, key, stop, None if port is None else GatewayAddress(home, port), known_as)
@@ -264,11 +264,11 @@ class Founding:
 
     new: NewSwarmOptions
     membership: MembershipOptions
-    doors: DoorOptions
+    doors: BootstrapOptions
     owner: NewOwnerOptions
     quiet: bool
 
-    def known(self) -> tuple[Swarm | None, Path]:
+    def find_existing(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
         if the file is missing or does not fit the request, or its GGUF file is missing or cut."""
         from swarmnode.swarm.storage.small_files import is_user_file
@@ -373,9 +373,9 @@ class Founding:
                 2,
             )
 
-    def found(self, path: Path) -> tuple[Swarm, NewOwner | None]:
+    def create(self, path: Path) -> tuple[Swarm, NewOwner | None]:
         """Found the swarm; return it and its owner's key, None if it has none. Raises UsageError, CheckpointError, LocalError."""
-        from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside
+        from swarmnode.founding.swarm_creation import Bootstraps, create_and_save, new_beside
         from swarmnode.net.addressing.addresses import port_of
 
         membership = self.membership.membership
@@ -385,7 +385,7 @@ class Founding:
         with new_beside(path) as weights:
             source = self.new.source(weights, force=False, quiet=self.quiet)
             with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
-                swarm = found(
+                swarm = create_and_save(
                     path,
                     source,
                     bootstraps,
@@ -485,10 +485,10 @@ class Welcome:
         key: SigningKey | None,
         stop: asyncio.Event,
         page: GatewayAddress | None,
-        known_as: str,
+        served_as: str,
     ) -> None:
         """Host until `stop` is set. Once the door is open, tell its addresses, and serve page and API at `page` (None: neither)
-        under the swarm's name `known_as`; then print what the host and a friend type. Raises the error that ends any of it."""
+        under the swarm's name `served_as`; then print what the host and a friend type. Raises the error that ends any of it."""
         opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
 
         async def begin(now: Swarm, reached: list[str]) -> None:
@@ -500,7 +500,7 @@ class Welcome:
 
         async def open_page(page: GatewayAddress) -> None:
             now, invite = await opened
-            await answer(now, replace(page, as_json=self.as_json, say=partial(self.say, now, invite)), known_as)
+            await answer(now, replace(page, as_json=self.as_json, say=partial(self.say, now, invite)), served_as)
 
         await until_first(hosting.run(stop, begin), *([] if page is None else [open_page(page)]))
 
@@ -555,7 +555,7 @@ def _ways(manifest: Manifest, path: Path, served: Served | None) -> list[str]:
     from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER, TRAIN
 
     name = _called(path)
-    door = {GENERATE: "v1", EMBED: "v1/embeddings", CLASSIFY: "classify"}
+    api_paths = {GENERATE: "v1", EMBED: "v1/embeddings", CLASSIFY: "classify"}
     commands = {
         GENERATE: f"swarmnode chat {name}",
         INFER: f"swarmnode infer {name} --input FILE.npz",
@@ -565,8 +565,8 @@ def _ways(manifest: Manifest, path: Path, served: Served | None) -> list[str]:
     lines = []
     if served is not None:
         lines.append(f"Web page:   {served.page}")
-        if task in door:
-            lines.append(f"For tools:  {served.url.removesuffix('v1')}{door[task]}  (model {manifest.name})")
+        if task in api_paths:
+            lines.append(f"For tools:  {served.url.removesuffix('v1')}{api_paths[task]}  (model {manifest.name})")
     if task in commands:
         lines.append(f"Terminal:   {commands[task]}")
     return lines

@@ -70,7 +70,7 @@ def revoke(
 
     ended, told = run_async(carry_out)
     if as_json:
-        print_json({**ended.told(), "told": told})
+        print_json({**ended.to_json(), "told": told})
     elif told:
         say(f"Revoked {ended.name}: {counted(told, 'machine')} heard of it and will tell the others.")
     else:
@@ -141,7 +141,7 @@ def invite(
     book = open_issued_invites(issued_invites_path(file))
     line, guest = issue_invite(loaded, owner.key_of(file), granted, book)
     if as_json:
-        print_json({"invite": line, **guest.told(), "uses": guest.uses, "group": guest.group or None})
+        print_json({"invite": line, **guest.terms(), "uses": guest.uses, "group": guest.group or None})
         return
     say(line)
     if qr:
@@ -178,14 +178,14 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     loaded = open_swarm(swarm, home)
     book = open_issued_invites(issued_invites_path(loaded.file)) if loaded.file else None
 
-    async def look(_stop: asyncio.Event) -> OwnersView:
+    async def read_view(_stop: asyncio.Event) -> OwnersView:
         async with _owner_if_online(loaded, home) as client:
             if client is None and (book is None or not book.guests):
                 raise NetworkDown(f"no machine of {loaded.name} is online, and there is no book of its members here")
             return await OwnersView.read(loaded, book, client)
 
-    view = run_async(look)
-    picture = view.told()
+    view = run_async(read_view)
+    picture = view.to_json()
     if as_json:
         print_json(picture)
         return
@@ -198,7 +198,7 @@ def members_table(picture: dict[str, Any]) -> Table:
     """Return a table with one row per member."""
     from rich.text import Text
 
-    from swarmnode.terminal.tables import keep_whole, new_table
+    from swarmnode.terminal.tables import new_table, prevent_wrapping
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
@@ -206,7 +206,7 @@ def members_table(picture: dict[str, Any]) -> Table:
     grouped = any(member["group"] for member in picture["members"])
     columns = ("member", "state", "role", *(["group"] if grouped else []), "ids", "invite", "until")
     table = new_table(title, columns, plain=True)
-    keep_whole(table, "role", "ids", "invite", "until")  # `revoke` takes an id
+    prevent_wrapping(table, "role", "ids", "invite", "until")  # `revoke` takes an id
     for member in picture["members"]:
         label, name = member["label"], member["name"]
         online = member["state"] if member["state"] != "offline" else f"seen {ago(member['seen_at'])}"
@@ -221,11 +221,11 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """Return a table with one row per invite that was issued."""
-    from swarmnode.terminal.tables import keep_whole, new_table
+    from swarmnode.terminal.tables import new_table, prevent_wrapping
 
     columns = ("id", "role", "used", "for", "group", "until", "note")
     table = new_table("issued invites", columns, plain=True)
-    keep_whole(table, "id", "for", "until")
+    prevent_wrapping(table, "id", "for", "until")
     for invite in invites:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
         used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])

@@ -43,22 +43,22 @@ def credit(
     from swarmnode.swarm.storage.swarmfile import swarm_path
 
     is_folder = bool(where) and Path(where).is_dir() and not swarm_path(where).is_file()
-    found = folder_credits(Path(where)) if is_folder else worker_credits(home, open_swarm(where, home).id)
+    entries = folder_credits(Path(where)) if is_folder else worker_credits(home, open_swarm(where, home).id)
     given = None if is_folder else donation(home)
     if as_json:
-        nodes = [{**summary(one), "by_client": dict(one.credit.by_client)} for one in found]
+        nodes = [{**summary(entry), "by_client": dict(entry.credit.by_client)} for entry in entries]
         print_json({"given": None if given is None else given.to_json(), "nodes": nodes})
         return
     if given is not None and given.any:
         say(wrapped(f"This machine gave {given}.{_today(home)}"))
-    if not found:
+    if not entries:
         say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
     from swarmnode.terminal.tables import show
 
-    for one in found:
-        say(wrapped(_sentence(one)))
-        show(_table(one))
+    for entry in entries:
+        say(wrapped(_sentence(entry)))
+        show(_table(entry))
 
 
 def _today(home: Path) -> str:
@@ -69,8 +69,8 @@ def _today(home: Path) -> str:
     return "" if energy is None else f" Today its GPUs drew {energy.today_j / JOULES_PER_KWH:.2f} kWh."
 
 
-def _sentence(one: WorkerCredit) -> str:
-    credit, signers = one.credit, counted(one.credit.clients, "client")
+def _sentence(entry: WorkerCredit) -> str:
+    credit, signers = entry.credit, counted(entry.credit.clients, "client")
     kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
     if credit.clients == 1:
         counts = "No credit yet: it needs work for at least two people. Among friends, go by the amount signed."
@@ -79,15 +79,15 @@ def _sentence(one: WorkerCredit) -> str:
             f"Of that, {credit.counted:,.0f} counts as credit: work for many people counts more than work for a few."
         )
     return (
-        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} tokens through a layer"
+        f"Your node {entry.worker[-8:]}: {signers} signed for {credit.signed:,} tokens through a layer"
         f"{kinds if credit.trained else ''}. {counts}"
     )
 
 
-def _table(one: WorkerCredit) -> Table:
+def _table(entry: WorkerCredit) -> Table:
     from swarmnode.terminal.tables import new_table
 
-    credit = one.credit
+    credit = entry.credit
     total = credit.signed
     table = new_table("", ("signed by", "tokens x layers", "share"), numbers=("tokens x layers", "share"))
     ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))

@@ -175,12 +175,12 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here. Start one with `swarmnode run`.")
         return
-    from swarmnode.terminal.tables import keep_whole, new_table, show
+    from swarmnode.terminal.tables import new_table, prevent_wrapping, show
 
     others = any(answer["swarm"] not in ("", answer["node"]) for answer in answers)  # else one column has both
     columns = ("node", "does", *(["swarm"] if others else []), "pid", "state", "layers", "texts")
     table = new_table("", columns, numbers=("pid", "texts"), plain=True)
-    keep_whole(table, "does", "pid", "layers")
+    prevent_wrapping(table, "does", "pid", "layers")
     for answer in answers:
         span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
         swarm = [answer["swarm"]] if others else []
@@ -219,7 +219,7 @@ def config(
 
     table = tables.new_table("", ("option", "value", "from"))
     for row in rows:
-        table.add_row(row["option"], _told(row["value"]), row["from"])
+        table.add_row(row["option"], _value_text(row["value"]), row["from"])
     tables.show(table)
 
 
@@ -233,7 +233,7 @@ def _row(taken: Any, option: Any) -> dict[str, Any]:
     return {"option": option.opts[0], "value": plain, "from": origin}
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

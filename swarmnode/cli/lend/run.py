@@ -116,7 +116,7 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
     from swarmnode.lending.control import process_of, running_nodes
     from swarmnode.node.node import Node
 
-    def note(event: str, text: str, **details: Any) -> None:
+    def report(event: str, text: str, **details: Any) -> None:
         if event == "machine":  # everything is imported by then
             pause.end()
         tell(event, text, **details)
@@ -131,18 +131,18 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
     probe_devices(config.stage.device)  # raises if a device is missing, before the node joins
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())
-    return loaded, Node(loaded, config, note)
+    return loaded, Node(loaded, config, report)
 
 
 def _reload_on_hangup(reload: Callable[[], str]) -> None:
     """Read the options again on SIGHUP if the process has no terminal, as a service. With a terminal, SIGHUP means that it
     closes."""
 
-    def told() -> None:
+    def on_hangup() -> None:
         try:
             log.warning("%s", reload())
         except LocalError as error:
             log.warning("%s", error)
 
     if heeds_hangup() and not has_terminal():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, told)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hangup)

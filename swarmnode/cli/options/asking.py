@@ -46,7 +46,7 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
     """Join the swarm, return the result of `question`, awaited if it is awaitable, and leave. Raises UsageError, NetworkDown,
     NotAdmitted."""
 
-    async def look(stop: asyncio.Event) -> Any:
+    async def ask_client(stop: asyncio.Event) -> Any:
         loaded = open_swarm(swarm, home)
         with spinner(f"Joining {loaded.name}"):
             from swarmnode.client.swarm_client import SwarmClient
@@ -56,7 +56,7 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
             answer = question(client)
             return await answer if inspect.isawaitable(answer) else answer
 
-    return run_async(look)
+    return run_async(ask_client)
 
 
 @contextlib.asynccontextmanager

@@ -13,13 +13,13 @@ from swarmnode.terminal.console import fail
 MAX_BYTES = 1 << 16
 
 
-def read_toml(given: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
-    """Return the values of the TOML file `given`, or of the file `usual` if `given` is None; empty if `usual` does not exist.
+def read_toml(chosen: Path | None, usual: Path, *, what: str) -> dict[str, Any]:
+    """Return the values of the TOML file `chosen`, or of the file `usual` if `chosen` is None; empty if `usual` does not exist.
     `what` names the kind of file in errors, as in "a file of rules". Raises UsageError if the given file is missing, or a file
     cannot be parsed."""
-    path = given or usual
+    path = chosen or usual
     data = read_user_file(path, max_bytes=MAX_BYTES, what=what)
-    if data is None and given is not None:
+    if data is None and chosen is not None:
         raise UsageError(f"{path}: no such file; check its name")
     try:
         return {} if data is None else _parsed(data.decode())

@@ -37,7 +37,7 @@ class OwnerOptions:
         path = self._path(swarm_file)
         if path is None or not is_locked(path):
             return self._open(path)
-        return load_owner_key(path, known_password(self.password_file) or _ask(f"Password of {path}", again=False))
+        return load_owner_key(path, read_password(self.password_file) or _ask(f"Password of {path}", again=False))
 
     def key_at_hand(self, swarm_file: Path) -> SigningKey | None:
         """Return the owner's key if it opens without a question; None if it does not, or is not here. Raises UsageError if the
@@ -47,7 +47,7 @@ class OwnerOptions:
             return None
         if path is None or not is_locked(path):
             return self._open(path)
-        password = known_password(self.password_file)
+        password = read_password(self.password_file)
         return load_owner_key(path, password) if password else None
 
     def has_key(self, swarm_file: Path) -> bool:
@@ -56,7 +56,7 @@ class OwnerOptions:
         return path is None or path.exists()
 
     @property
-    def is_given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the user has given a key, as a file or in the environment."""
         return self.owner_key is not None or bool(os.environ.get(KEY_VARIABLE))
 
@@ -81,11 +81,11 @@ class NewOwnerOptions(OwnerOptions):
 
     def new_password(self) -> str:
         """Return the password for a new key; empty if neither a file nor the environment has one and the user is not asked."""
-        known = known_password(self.password_file)
+        known = read_password(self.password_file)
         return known or (_ask("A password for the owner's key", again=True) if self.ask_password else "")
 
 
-def known_password(password_file: Path | None) -> str:
+def read_password(password_file: Path | None) -> str:
     """Return the password from the file or the environment; empty if there is none. Ends the command if the file cannot be read."""
     if password_file is None:
         return os.environ.get(PASSWORD_VARIABLE, "")
@@ -109,7 +109,7 @@ listen_option = partial(option, [], metavar="MADDR")
 
 
 @dataclass(frozen=True)
-class DoorOptions:
+class BootstrapOptions:
     """Options for the addresses of a new swarm's bootstrap peer."""
 
     listen: list[str] = listen_option("Where `swarmnode host --door-only` listens; default: a free loopback port.")
@@ -169,6 +169,6 @@ def owner_of(path: Path, owner: NewOwnerOptions, *, force: bool = False) -> NewO
     """Return the owner's key: the given one, or a new one beside the .swarm file. Raises UsageError if that exists already."""
     from swarmnode.founding.swarm_creation import NewOwner, new_owner
 
-    if owner.is_given:
+    if owner.is_set:
         return NewOwner(owner.key_of(path))
     return new_owner(path, owner.new_password, force=force)

@@ -150,8 +150,8 @@ class LendingOptions:
             if key not in self._keys():
                 raise UsageError(f"there is no option {key!r} to change; choose from {', '.join(self._keys())}")
             _check_value(key, value)
-        given = [key for key in texts if self._given(key)]
-        held = {_OPTIONS[key][0]: _typed(key, texts[key]) for key in given}
+        overridden = [key for key in texts if self._override(key)]
+        held = {_OPTIONS[key][0]: _typed(key, texts[key]) for key in overridden}
         before = {path: path.read_text() if path.is_file() else None for path in (self._config, self._rules)}
         files = self._changed(texts, {path: text or "" for path, text in before.items()})
         written = [path for path, text in files.items() if text != (before[path] or "")]
@@ -165,9 +165,9 @@ class LendingOptions:
             for path in written:
                 _put_back(path, before[path])
             raise
-        told = [f"{key}: {_told(value)}" for key, value in texts.items()]
-        self._node.lending.decisions.note(Topic.LENDING, "its owner changes what it lends", told)
-        return " ".join(_sentences(written, given, [key for key in texts if _OPTIONS[key][0] in rest]))
+        told = [f"{key}: {_value_text(value)}" for key, value in texts.items()]
+        self._node.lending.decisions.record(Topic.LENDING, "its owner changes what it lends", told)
+        return " ".join(_sentences(written, overridden, [key for key in texts if _OPTIONS[key][0] in rest]))
 
     def reload(self) -> str:
         """Read the options again, from flags and files, and apply them as far as the running node can change. Returns a sentence
@@ -185,7 +185,7 @@ class LendingOptions:
         for path, values in self._files().items():  # the later one has priority
             if key in values:
                 value, origin = values[key], f"file {path}"
-        if given := self._given(key):
+        if given := self._override(key):
             value, origin = self._held.get(field, self._context.params[field] if self._context else ""), given
         if definition.typed is float and value != "":
             value = f"{float(value):g}"
@@ -200,7 +200,7 @@ class LendingOptions:
             found[self._config] = read_toml(None, self._config, what="a file of options")
         return found
 
-    def _given(self, key: str) -> str:
+    def _override(self, key: str) -> str:
         """Return the flag or the environment variable that gives this option, and wins over any file; empty if none does."""
         if self._context is None:
             return ""
@@ -261,7 +261,7 @@ def _typed(key: str, value: Any) -> Any:
     return float(value) if definition.typed is float else value
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(value)
     return "on" if value is True else value or "off"
@@ -289,12 +289,12 @@ def _put_back(path: Path, text: str | None) -> None:
         write_private(path.resolve(), text.encode())
 
 
-def _sentences(written: list[Path], given: list[str], rest: list[str]) -> list[str]:
+def _sentences(written: list[Path], overridden: list[str], rest: list[str]) -> list[str]:
     """Return sentences about changed options: the files that keep them, those that the command line wins over, those that need a
     restart."""
     told = [f"Kept in {' and '.join(map(str, written))} for later starts."] if written else []
-    if given:
-        flags = ", ".join(_OPTIONS[key][1].flag(_OPTIONS[key][0]) for key in given)
+    if overridden:
+        flags = ", ".join(_OPTIONS[key][1].flag(_OPTIONS[key][0]) for key in overridden)
         told.append(f"This run was started with {flags}: the next start has that again, unless you leave it out.")
     if rest:
         told.append(f"Restart the node for {', '.join(rest)}.")

@@ -67,7 +67,7 @@ def _stage() -> Any:
         def __init__(self) -> None:
             self._live: Live | None = None
             self._points: list[tuple[int, float]] = []
-            self._note = ""
+            self._notice = ""
 
         def _show(self, picture: Any) -> None:
             if self._live is None:
@@ -87,14 +87,14 @@ def _stage() -> Any:
         def step(self, report: StepSummary, steps: int) -> None:
             self._points.append((report.step, report.loss))
             told = f"step {report.step + 1} of {steps}  loss {report.loss:.3f}  {report.tokens_per_s:,.0f} tokens/s"
-            notes = (f"{told}  {report.peers} peers  ", "bold"), (self._note, "bold red")
+            notes = (f"{told}  {report.peers} peers  ", "bold"), (self._notice, "bold red")
             self._show(curve_with_notes(self._points, steps, console.width, *notes))
 
         def text(self, piece: str) -> None:
             console.print(printable(piece), end="", markup=False, soft_wrap=True)
 
         def killed(self, name: str, span: list[int]) -> None:
-            self._note = f"✖ kill -9 {name} (layers {span[0]}:{span[1]})"
+            self._notice = f"✖ kill -9 {name} (layers {span[0]}:{span[1]})"
 
     return Terminal()
 

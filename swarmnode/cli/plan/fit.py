@@ -145,12 +145,12 @@ def _models(
 
 def _cards(layer_parameters: int) -> list[dict[str, Any]]:
     """Return the speeds of known GPUs for layers of this size, the fastest first."""
-    from swarmnode.plan.offline.gpus import known_gpus
-    from swarmnode.simulate.environment.peers import BACKWARD, CAPTURED_S, known_card
+    from swarmnode.plan.offline.gpus import gpus_by_name
+    from swarmnode.simulate.environment.peers import BACKWARD, CAPTURED_S, find_card
 
     cards = []
-    for gpu in known_gpus().values():
-        card = known_card(gpu.name, layer_parameters, CAPTURED_S)
+    for gpu in gpus_by_name().values():
+        card = find_card(gpu.name, layer_parameters, CAPTURED_S)
         assert card is not None
         prompt_s = max(card.prompt_layer_s(POSITIONS), card.decode_layer_s(1))  # weights are read once in either pass
         cards.append(

@@ -35,10 +35,10 @@ def _dtype(text: str, flag: str) -> str:
 
 def card_name(text: str, flag: str) -> str:
     """Return the name of a GPU. Raises UsageError if it is unknown."""
-    from swarmnode.plan.offline.gpus import find_gpu, known_gpus
+    from swarmnode.plan.offline.gpus import find_gpu, gpus_by_name
 
     if find_gpu(text) is None:
-        raise UsageError(f"{flag} {text}: this GPU is unknown; choose one of {', '.join(known_gpus())}")
+        raise UsageError(f"{flag} {text}: this GPU is unknown; choose one of {', '.join(gpus_by_name())}")
     return text
 
 
@@ -111,7 +111,7 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
         hosting_table(network, model, workload, hosting, holders),
         [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
         hosting.grid.T.tolist(),
-        hosting_summary(network, model, workload, hosting, holders, effort.taken_s),
+        hosting_summary(network, model, workload, hosting, holders, effort.elapsed_s),
     )
 
 
@@ -230,5 +230,5 @@ def _plan_grid(network: Scenario, shape: ShapeOptions, traffic: TrafficOptions, 
         search = Search(problem, seed=effort.seed, effort=effort.share, expired=effort.expired, progress=progress)
         grid = search.run()
     held = [(f"stage {number}", members.tolist()) for number, members in enumerate(grid)]
-    summary = grid_summary(network, problem, grid, effort.taken_s)
+    summary = grid_summary(network, problem, grid, effort.elapsed_s)
     return Planned(grid_table(network, problem, grid), held, grid.T.tolist(), summary)

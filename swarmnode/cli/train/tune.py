@@ -238,7 +238,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
             client,
             watch.over(name, lambda: [*meter.readings(), *client.readings()]),
         ):
-            return await client.tune(settings, meter, stop, tell, view.note)
+            return await client.tune(settings, meter, stop, tell, view.print_line)
 
     async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
         threads = place.alone.threads or None

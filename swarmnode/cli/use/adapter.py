@@ -75,21 +75,21 @@ def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON
     """
     logs.begin()
 
-    async def look(client: SwarmClient) -> list[dict[str, Any]]:
-        return await client.adapters.told()
+    async def read_adapters(client: SwarmClient) -> list[dict[str, Any]]:
+        return await client.adapters.listing()
 
-    found = ask(swarm, home, look)
+    adapters = ask(swarm, home, read_adapters)
     if as_json:
-        print_json(found)
+        print_json(adapters)
         return
-    if not found:
+    if not adapters:
         say("The swarm has no adapters. Bring one: swarmnode adapter add SWARM DIR")
         return
     from swarmnode.cli.host.members import end
     from swarmnode.terminal.tables import new_table, show
 
     table = new_table("", ("name", "of", "share", "rank", "size", "until", "id"))
-    for one in found:
+    for one in adapters:
         rank, size = str(one["rank"] or ""), format_bytes(one["bytes"])
         table.add_row(one["name"], one["of"][-8:], one["share"], rank, size, end(one["expires_at"]), one["id"][:8])
     show(table)

@@ -244,7 +244,7 @@ class Dialogue:
             if name == "/bye":
                 return
             if message.startswith("/"):
-                self._obey(name, rest.strip())
+                self._execute(name, rest.strip())
             elif message.strip():
                 await self._stoppable(message.strip())
 
@@ -267,7 +267,7 @@ class Dialogue:
         else:
             signal.raise_signal(signal.SIGTERM)  # the usual end; a further one ends it at once
 
-    def _obey(self, name: str, rest: str) -> None:
+    def _execute(self, name: str, rest: str) -> None:
         """Carry out a typed command other than /bye, or say that there is none of this name."""
         if name == "/help":
             say(HELP, err=True)
@@ -293,7 +293,7 @@ class Dialogue:
             if not self._as_json and result is not None and result.ids:
                 if self._answer.cancelled() or self._answer.exception() is not None:
                     say()  # the line of the text that was begun
-                say(self._told_speed(result), err=True)
+                say(self._speed_text(result), err=True)
             if not self._answer.cancelled():
                 self._answer.result()
         except SwarmnodeError as error:
@@ -302,7 +302,7 @@ class Dialogue:
             await cancel_and_wait(self._answer)
             self._answer = None
 
-    def _told_speed(self, result: Generation) -> str:
+    def _speed_text(self, result: Generation) -> str:
         """Return the speed of an answer, with the machines that computed it: their names, or the ends of their ids."""
         names = {peer["peer"]: one_line(peer["name"]) for peer in self._client.status()["peers"]}
         machines = dict.fromkeys(hop.peer for hop in result.route)

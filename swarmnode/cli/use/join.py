@@ -50,7 +50,7 @@ def join(
     Example: swarmnode join
     """
     from swarmnode.swarm.records.invite import decode_invite
-    from swarmnode.swarm.storage.remembered import keep_own_name, own_name
+    from swarmnode.swarm.storage.remembered import own_name, store_own_name
     from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     text = _invite(invite)
@@ -60,7 +60,7 @@ def join(
     joined.used(known_as)
     lends = terms["role"] != "client"
     if lends and (chosen := _own_name(name, own_name(home), is_private=terms["private"], asks=not as_json)):
-        keep_own_name(home, chosen)
+        store_own_name(home, chosen)
     if as_json:
         print_json({"name": known_as, **terms, "own_name": own_name(home)})
         return
@@ -98,28 +98,28 @@ def leave(
         swarm = load_named(name, home)
     except UsageError:  # only the name can be forgotten
         swarm = None
-    removed, kept = list[Path](), list[str]()
+    removed, remaining = list[Path](), list[str]()
     if swarm is not None:
         if process := process_of(swarm.id, *running_nodes(home).values(), *running_gateways(home).values()):
             end = f"`swarmnode stop {shlex.quote(name)}`, or Ctrl-C"
             fail(f"process {process['pid']} still takes part in {name}: end it first with {end}")
         if all(known == name or other.id != swarm.id for known, other in load_all_named(home).items()):
             removed = list((home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"))
-        kept = list(_kept(swarm, name, home))
+        remaining = list(_remaining(swarm, name, home))
     elif (file := joined.file_of(name)) is not None and file.exists():
-        kept = [str(file)]
+        remaining = [str(file)]
     joined.forget(name)
     for path in removed:
         path.unlink(missing_ok=True)
     if as_json:
-        print_json({"name": name, "memberships": len(removed), "kept": kept})
+        print_json({"name": name, "memberships": len(removed), "kept": remaining})
         return
     say(f"Forgot {name}" + (", your invite and your membership." if removed else "."))
-    for what in kept:
+    for what in remaining:
         say(f"Kept: {what}")
 
 
-def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
+def _remaining(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     """Yield what `leave` does not remove, each with the command or the reason."""
     from swarmnode.cli.lend.services import Service
     from swarmnode.swarm.records.receipt import receipts_of
@@ -136,16 +136,16 @@ def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
         yield f"the service {name}; to remove it: swarmnode service uninstall {shlex.quote(name)}"
 
 
-def _own_name(given: str, known: str, *, is_private: bool, asks: bool) -> str:
+def _own_name(chosen: str, stored: str, *, is_private: bool, asks: bool) -> str:
     """Return the name to keep as the owner's: the given one, else the answer to a question if there is a terminal.
 
     Without a terminal it is this machine's name in a private swarm, and empty in others, whose members may be strangers. Returns an
-    empty text if a name is `known` already. Raises UsageError if the answer cannot be a name.
+    empty text if a name is `stored` already. Raises UsageError if the answer cannot be a name.
     """
     from swarmnode.swarm.storage.remembered import machine_name
 
-    if given or known:
-        return given
+    if chosen or stored:
+        return chosen
     if not asks or is_piped():
         return machine_name() if is_private else ""
     return parse_name(ask_for("Your name, as others see it", default=machine_name()).strip())

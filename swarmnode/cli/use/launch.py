@@ -35,20 +35,20 @@ def configure_tool(
         fail(f"{tool} is unknown; choose {', '.join(TOOLS)}, or set {url} in it as an OpenAI-compatible server", 2)
     if not url.startswith(("http://", "https://")):
         fail(f"--url {url}: write it as http://HOST:PORT/v1", 2)
-    known, url = TOOLS[tool], url.rstrip("/")
+    target, url = TOOLS[tool], url.rstrip("/")
     endpoint = Endpoint(url, [model], key) if model else _endpoint(url, key)
-    if not known.can_use(endpoint):
+    if not target.can_use(endpoint):
         fail(f"the gateway at {url} serves no model that generates text, which {tool} needs; serve one")
-    text = known.configuration(endpoint)
+    text = target.configuration(endpoint)
     if not write:
         say(text, nl=False)
-        say(f"# Put this into {known.file}; then: {known.then}", err=True)
+        say(f"# Put this into {target.file}; then: {target.then}", err=True)
         return
-    path = known.file.expanduser()
+    path = target.file.expanduser()
     if path.exists():
         fail(f"{path} already exists: add the output of `swarmnode config tool {tool}` to it")
     write_private(path, text.encode(), make_folder=True)  # it may hold a key
-    say(f"Wrote {path}. Then: {known.then}")
+    say(f"Wrote {path}. Then: {target.then}")
 
 
 def _endpoint(url: str, key: str) -> Endpoint:
@@ -56,7 +56,7 @@ def _endpoint(url: str, key: str) -> Endpoint:
     request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:  # nosec B310  # http or https, checked above
-            told = [
+            served = [
                 (str(one["id"]), one.get("task", GENERATE)) for one in parse_json(answer.read(MAX_ANSWER_BYTES))["data"]
             ]
     except urllib.error.HTTPError as error:
@@ -68,5 +68,5 @@ def _endpoint(url: str, key: str) -> Endpoint:
             f"yours is at {elsewhere[0].url}: give --url" if elsewhere else "start `swarmnode serve`, or give --model"
         )
         fail(f"no API answers at {url}; {advice}")
-    named = {task: [name for name, each in told if each == task] for task in (GENERATE, EMBED)}
+    named = {task: [name for name, each in served if each == task] for task in (GENERATE, EMBED)}
     return Endpoint(url, named[GENERATE], key, embedders=named[EMBED])

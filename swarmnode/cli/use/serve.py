@@ -241,11 +241,11 @@ class SwarmJoiner:
     async def go_on(self, add: AddSwarm) -> None:
         """Add each swarm that is joined from now on. Runs until cancelled."""
         if self._home is not None:
-            self._tasks.spawn(self._look(self._home), "look for new names")
+            self._tasks.spawn(self._watch_names(self._home), "look for new names")
         while True:
             await add(*await self._joined.get())
 
-    async def _look(self, home: Path) -> None:
+    async def _watch_names(self, home: Path) -> None:
         from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_named
 
         joined = JoinedSwarms(home)

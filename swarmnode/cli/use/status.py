@@ -57,7 +57,7 @@ class SwarmNews:
         self._clock = clock
         self.lines: deque[str] = deque(maxlen=KEPT)
 
-    def look(self, picture: Picture) -> None:
+    def update(self, picture: Picture) -> None:
         """Add the changes since the last picture, and keep `picture` as the last one."""
         self.lines.extend(f"{self._clock()}  {change}" for change in changes(self._last, picture))
         self._last = picture
@@ -139,7 +139,7 @@ def status(
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.credit.receipts import summary, worker_credits
 
-    async def look(stop: asyncio.Event) -> None:
+    async def show_status(stop: asyncio.Event) -> None:
         loaded = open_swarm(swarm, home)
         with spinner(f"Asking {loaded.name}", quiet=as_json):
             client = await joined(SwarmClient.join(loaded, home=home), stop)
@@ -161,7 +161,7 @@ def status(
 
                 show(status_table(status_of()))
 
-    run_async(look)
+    run_async(show_status)
 
 
 def _export(swarm: str, home: Path, output: Path | None) -> None:
@@ -197,16 +197,16 @@ async def _tell(client: SwarmClient, status_of: Callable[[], dict[str, Any]]) ->
 async def _watch(client: SwarmClient, status_of: Callable[[], dict[str, Any]], home: Path) -> None:
     from rich.live import Live
 
-    async def look() -> dict[str, Any]:
+    async def read_picture() -> dict[str, Any]:
         return {**status_of(), "reroutes": await asyncio.to_thread(reroutes_here, home, client.swarm.id.hex())}
 
-    picture = await look()
+    picture = await read_picture()
     news = SwarmNews(picture)
     with Live(watched(picture, client.links(LINKED), news), auto_refresh=False) as live:
         while True:
             await client.changed()
-            picture = await look()
-            news.look(picture)
+            picture = await read_picture()
+            news.update(picture)
             live.update(watched(picture, client.links(LINKED), news), refresh=True)
 
 

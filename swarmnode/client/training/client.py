@@ -253,7 +253,7 @@ class TrainingClient(SwarmObserver):
         for hop in lease.route:
             units[hop.peer] += hop.end - hop.start
         for peer, count in units.items():
-            self._receipts.note(peer, lease.seal, trained=count * run.positions)
+            self._receipts.record(peer, lease.seal, trained=count * run.positions)
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:

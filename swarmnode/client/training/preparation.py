@@ -184,7 +184,7 @@ def _read_language(
     if kind == TEXT:
         begin = own.begin if begins else None
         text = token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
-        text.notes = _noted(passed_over(data))
+        text.notes = _passed_over_note(passed_over(data))
         return text
     pack = rules.packs and can_pack(config, sequence)
     if kind == ARRAYS:
@@ -204,7 +204,7 @@ def _read_language(
             yield sample
 
     batches = SampleBatches(make_rows(showing(), sequence, pack=pack), config.vocab_size)
-    batches.notes = (*first, *_noted(notes.passed_over))
+    batches.notes = (*first, *_passed_over_note(notes.passed_over))
     if answers and not notes.teaches_end:
         named = ", ".join(repr(own.decode_token(stop)) for stop in stops[:3])
         puts = f"--end-answers (in Python end_answers=True) puts its stop token ({named}) behind the last answer"
@@ -213,7 +213,7 @@ def _read_language(
     return batches
 
 
-def _noted(names: Iterable[str]) -> tuple[str, ...]:
+def _passed_over_note(names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on fields and files that are passed over; empty if there are none."""
     listed = sorted(names)
     rest = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""

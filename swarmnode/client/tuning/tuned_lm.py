@@ -150,9 +150,9 @@ class SwarmBackbone(nn.Module):
         back_BTH, found = self._run(self._layers.backward(pending, gradient_BTH, trains=trains))
         return back_BTH, [found.get(name) for name in self._there]
 
-    def loss(self, given: TunedMicrobatch) -> tuple[float, list[Tensor | None]]:
+    def loss(self, microbatch: TunedMicrobatch) -> tuple[float, list[Tensor | None]]:
         """Have the swarm compute a loss; see `RemoteLayers.loss`. The gradients are in the order of the weights."""
-        loss, found = self._run(self._layers.loss(self.weights(), given))
+        loss, found = self._run(self._layers.loss(self.weights(), microbatch))
         return loss, [found.get(name) for name in self._there]
 
     def loss_in_swarm(self, ids_BT: Tensor, labels_BT: Tensor, share: float) -> Tensor:
@@ -319,8 +319,8 @@ class _Loss(torch.autograd.Function):
     """Loss of a microbatch. The gradients come with it, so `backward` only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, model: SwarmBackbone, given: TunedMicrobatch, *weights: Tensor) -> Tensor:
-        loss, gradients = model.loss(given)
+    def forward(ctx: Any, model: SwarmBackbone, microbatch: TunedMicrobatch, *weights: Tensor) -> Tensor:
+        loss, gradients = model.loss(microbatch)
         ctx.save_for_backward(*(one.to(like) for one, like in zip(gradients, weights, strict=True) if one is not None))
         return torch.tensor(loss, device=weights[0].device)
 

@@ -290,7 +290,7 @@ class _Archive:
             dtype = DTYPES[meta["dtype"]]
             path = f"{folder}/{payload['path_name']}"
             raw = bytearray(self._read(path, self.sizes.get(f"{self.root}/{path}", 0)))
-            self._take_room(name, sizes, dtype)
+            self._count_bytes(name, sizes, dtype)
             flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
             tensor = flat.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()
             if payload["is_param"]:
@@ -314,10 +314,10 @@ class _Archive:
         if not all(isinstance(value, Tensor) for value in values):
             raise UsageError("its example batch is more than tensors; export it with tensors as the only arguments")
         for value in values:
-            self._take_room("its example batch", value.shape, value.dtype)
+            self._count_bytes("its example batch", value.shape, value.dtype)
         return values
 
-    def _take_room(self, name: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def _count_bytes(self, name: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
         """Count the bytes of a tensor. Raises UsageError if all that were counted are more than the archive and what may repeat."""
         self._room -= math.prod(sizes) * dtype.itemsize
         if self._room < 0:

@@ -170,7 +170,7 @@ class Layout:
 
     def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
         return tuple(
-            Value(ref, kind, ref.name in self._trained and _takes_gradient(kind))
+            Value(ref, kind, ref.name in self._trained and _is_differentiable(kind))
             for ref, kind in ((ref, self._types[ref]) for ref in refs)
         )
 
@@ -193,14 +193,14 @@ def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
 def trained_values(graph: Graph) -> set[str]:
     """Return the names of the values that depend on trained weights so that gradients reach these. Whole numbers take none."""
     trained = {weight.name for weight in graph.weights if weight.trained}
-    whole = {ref for ref, kind in value_types(graph.nodes).items() if not _takes_gradient(kind)}
+    whole = {ref for ref, kind in value_types(graph.nodes).items() if not _is_differentiable(kind)}
     for node in graph.nodes:
         if node.operator not in _NO_GRADIENT and any(ref.name in trained and ref not in whole for ref in node.refs()):
             trained.add(node.name)
     return trained
 
 
-def _takes_gradient(kind: TensorType) -> bool:
+def _is_differentiable(kind: TensorType) -> bool:
     dtype: torch.dtype = torch_constant(kind.dtype)
     return dtype.is_floating_point or dtype.is_complex
 

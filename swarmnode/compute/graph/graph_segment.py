@@ -50,7 +50,7 @@ from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import CheckpointError, ProtocolError
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 """Arguments of an operator, by their names in its schema"""
 
 
@@ -95,42 +95,42 @@ class RangeCheck:
 
     def together(self, values: Tensor, wrong: Tensor, instead: Tensor | int) -> Tensor:
         """Return the values, all replaced by `instead` if any of `wrong` is true."""
-        return torch.where(self._found(wrong), torch.as_tensor(instead).to(values), values)
+        return torch.where(self._record_wrong(wrong), torch.as_tensor(instead).to(values), values)
 
     def replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
         """Return the values, those of them replaced by `instead` that are `wrong`."""
-        self._found(wrong)
+        self._record_wrong(wrong)
         return values.masked_fill(wrong, instead)
 
-    def _found(self, wrong: Tensor) -> Tensor:
+    def _record_wrong(self, wrong: Tensor) -> Tensor:
         found = wrong.any()
         self._wrong = found if self._wrong is None else self._wrong | found
         return found
 
 
-def _rows(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _rows(check: RangeCheck, given: Arguments) -> dict[str, Any]:
     return {"indices": check.places(given["indices"], 0, given["weight"].shape[0])}
 
 
-def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _bags(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check offsets: they begin at 0, never decrease, and lie within the indices."""
-    offsets, count = given["offsets"], len(given["indices"])
+    offsets, count = arguments["offsets"], len(arguments["indices"])
     wrong = (offsets < 0) | (offsets > count)
     wrong[:1] |= offsets[:1] != 0
     wrong[1:] |= offsets.diff() < 0
-    return {**_rows(check, given), "offsets": check.together(offsets, wrong, 0)}
+    return {**_rows(check, arguments), "offsets": check.together(offsets, wrong, 0)}
 
 
-def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _repeats(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check repeats: they are not negative, and make up the declared size of the result."""
-    repeats, size = given["repeats"], given["output_size"]
+    repeats, size = arguments["repeats"], arguments["output_size"]
     if not isinstance(repeats, Tensor):
         return {}
     if size is None:
         return {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)}
     times = 1
-    if "self" in given and repeats.numel() == 1:  # repeats each element
-        source, dim = given["self"], given["dim"]
+    if "self" in arguments and repeats.numel() == 1:  # repeats each element
+        source, dim = arguments["self"], arguments["dim"]
         times = source.numel() if dim is None else source.shape[dim]
     wrong = (repeats < 0).any() | (repeats.sum() * times != size)
     instead = torch.zeros_like(repeats)
@@ -138,80 +138,80 @@ def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
     return {"repeats": check.together(repeats, wrong, instead)}
 
 
-def _shares(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _shares(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check the weights of a draw: not negative, infinite or NaN, and no rows of zeros. Wrong ones become 1."""
-    values = given["self"]
+    values = arguments["self"]
     wrong = ~((values >= 0) & (values < float("inf")))
     nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
     return {"self": check.replaced(values, wrong | nothing, 1)}
 
 
-def _along(check: RangeCheck, given: Given, name: str = "index", *, from_end: bool = False) -> dict[str, Any]:
+def _along(check: RangeCheck, arguments: Arguments, name: str = "index", *, from_end: bool = False) -> dict[str, Any]:
     """Check places in a dimension, or in all elements without one. `from_end`: negative numbers count from its end."""
-    source, dim = given["self"], given.get("dim")
+    source, dim = arguments["self"], arguments.get("dim")
     size = source.numel() if dim is None else source.shape[dim] if source.dim() else 1
-    return {name: check.places(given[name], -size if from_end else 0, size)}
+    return {name: check.places(arguments[name], -size if from_end else 0, size)}
 
 
-def _index(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _index(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check one index for each of the first dimensions. A mask covers as many dimensions as it has."""
     indices: list[Any] = []
     dim = 0
-    for index in given["indices"]:
+    for index in arguments["indices"]:
         is_places = index is not None and index.dtype not in (torch.bool, torch.uint8)
-        size = given["self"].shape[dim]
+        size = arguments["self"].shape[dim]
         indices.append(check.places(index, -size, size) if is_places else index)
         dim += 1 if index is None or is_places else index.dim()
     return {"indices": indices}
 
 
-def _classes(check: RangeCheck, given: Given) -> dict[str, Any]:
-    scores, target = given["self"], given["target"]
+def _classes(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
+    scores, target = arguments["self"], arguments["target"]
     if target.is_floating_point():
         return {}
     count = scores.shape[1 if scores.dim() > 1 else 0]
-    return {"target": check.places(target, 0, count, passes=given.get("ignore_index"))}
+    return {"target": check.places(target, 0, count, passes=arguments.get("ignore_index"))}
 
 
-def _labels(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _labels(check: RangeCheck, given: Arguments) -> dict[str, Any]:
     return {"target": check.places(given["target"], -1, given["self"].shape[-1])}
 
 
-def _one_hot(check: RangeCheck, given: Given) -> dict[str, Any]:
-    count = given["num_classes"]
-    return {"self": check.places(given["self"], 0, count if count > 0 else torch.iinfo(torch.int32).max)}
+def _one_hot(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
+    count = arguments["num_classes"]
+    return {"self": check.places(arguments["self"], 0, count if count > 0 else torch.iinfo(torch.int32).max)}
 
 
-def _probabilities(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _probabilities(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check a tensor of probabilities, unless one number (`p`) is given for all elements. NaN is wrong, too."""
-    values = given["self"]
-    return {} if "p" in given else {"self": check.replaced(values, ~((values >= 0) & (values <= 1)))}
+    values = arguments["self"]
+    return {} if "p" in arguments else {"self": check.replaced(values, ~((values >= 0) & (values <= 1)))}
 
 
-def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _masked(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check a mask: it may not choose more places than the source has elements."""
-    mask = given["mask"].expand(torch.broadcast_shapes(given["mask"].shape, given["self"].shape))
-    beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(given["source"].shape))
+    mask = arguments["mask"].expand(torch.broadcast_shapes(arguments["mask"].shape, arguments["self"].shape))
+    beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(arguments["source"].shape))
     return {"mask": check.replaced(mask, beyond)}
 
 
-def _asserted(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _asserted(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check an assertion that the export assumed for every batch."""
-    truth = given["self"]
+    truth = arguments["self"]
     return {"self": check.together(truth, ~truth.bool(), 1)}
 
 
-def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _transcripts(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check labels against the number of classes, and lengths against the scores and the labels."""
-    scores, targets = given["log_probs"], given["targets"]
+    scores, targets = arguments["log_probs"], arguments["targets"]
     if targets.dim() > 1:  # labels behind a row's end are never read
-        lengths = torch.as_tensor(given["target_lengths"], device=targets.device)
+        lengths = torch.as_tensor(arguments["target_lengths"], device=targets.device)
         behind = torch.arange(targets.shape[1], device=targets.device) >= lengths[:, None]
         targets = targets.masked_fill(behind, 0)
     safe: dict[str, Any] = {"targets": check.places(targets, 0, scores.shape[-1])}
-    if isinstance(given["input_lengths"], Tensor):
-        safe["input_lengths"] = check.places(given["input_lengths"], 0, scores.shape[0] + 1)
-    lengths = given["target_lengths"]
+    if isinstance(arguments["input_lengths"], Tensor):
+        safe["input_lengths"] = check.places(arguments["input_lengths"], 0, scores.shape[0] + 1)
+    lengths = arguments["target_lengths"]
     if isinstance(lengths, Tensor):
         most = targets.shape[1] if targets.dim() > 1 else targets.numel()
         wrong = (lengths < 0) | (lengths > most)
@@ -221,19 +221,19 @@ def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
     return safe
 
 
-def _groups(check: RangeCheck, given: Given) -> dict[str, Any]:
+def _groups(check: RangeCheck, arguments: Arguments) -> dict[str, Any]:
     """Check the ends of groups of rows: they never decrease, and lie within the rows."""
-    ends = given["offs"]
+    ends = arguments["offs"]
     if ends is None:
         return {}
-    left, right = given["self"], given["mat2"]
+    left, right = arguments["self"], arguments["mat2"]
     count = left.shape[0] if right.dim() == 3 else left.shape[-1] if left.dim() == 2 else right.shape[-1]
     wrong = (ends < 0) | (ends > count)
     wrong[1:] |= ends.diff() < 0
     return {"offs": check.together(ends, wrong.any(), count)}
 
 
-_RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
+_RULES: dict[str, Callable[[RangeCheck, Arguments], dict[str, Any]]] = {
     "embedding": _rows,
     "embedding_bag": _bags,
     "repeat_interleave": _repeats,

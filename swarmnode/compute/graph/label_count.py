@@ -141,7 +141,7 @@ def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
     weighted by classes. Also raises it if such a constant is not finite or has more than `MAX_TOLD` elements.
     """
     told: set[str] = set()
-    for mean in _find(graph, are_told=True):
+    for mean in _find(graph, constants_known=True):
         if mean.obstacle and mean.weight is not None:
             raise UsageError(
                 f"the loss takes a mean weighted by classes through {mean.obstacle}: write it as a sum of means, so that the mean "
@@ -149,11 +149,12 @@ def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
             )
         told |= _sources(graph, mean.refs)
     return msgspec.structs.replace(
-        graph, weights=tuple(_told(one, weights[one.tensor]) if one.name in told else one for one in graph.weights)
+        graph,
+        weights=tuple(_with_values(one, weights[one.tensor]) if one.name in told else one for one in graph.weights),
     )
 
 
-def _told(weight: Weight, tensor: Tensor) -> Weight:
+def _with_values(weight: Weight, tensor: Tensor) -> Weight:
     if tensor.numel() > MAX_TOLD or not tensor.isfinite().all():
         raise UsageError(
             f"the loss counts labels by {weight.tensor}: make its values finite, and at most {MAX_TOLD} of them"
@@ -164,14 +165,15 @@ def _told(weight: Weight, tensor: Tensor) -> Weight:
 # -- the loss
 
 
-def _find(graph: Graph, *, are_told: bool = False) -> Iterator[LabelMean]:
-    """Yield the means over labels that a graph's loss depends on. `are_told`: treat all constants as known.
+def _find(graph: Graph, *, constants_known: bool = False) -> Iterator[LabelMean]:
+    """Yield the means over labels that a graph's loss depends on. `constants_known`: treat all constants as known.
 
-    Raises UsageError if `are_told` and the number of labels that count depends on values that only a run of the graph computes.
+    Raises UsageError if `constants_known` and the number of labels that count depends on values that only a run
+    of the graph computes.
     """
     if graph.loss is None:
         return
-    flow = _Flow(graph, are_told)
+    flow = _Flow(graph, constants_known)
     for node in graph.nodes:
         if node.name not in flow.in_loss:
             continue
@@ -192,7 +194,7 @@ def _over_classes(flow: _Flow, node: OperatorCall) -> Iterator[LabelMean]:
         return
     hidden = next((ref for ref in (labels, weight) if isinstance(ref, Ref) and ref.name in flow.hidden), None)
     if hidden is not None:
-        if flow.are_told and (hidden == weight or flow.takes(hidden, ignored)):
+        if flow.constants_known and (hidden == weight or flow.has_argument(hidden, ignored)):
             raise UsageError(
                 "the loss is a mean over labels that the module draws or computes from what it learns, so how many count is not "
                 "known beforehand: give the labels with the data, or take the mean over all positions"
@@ -216,12 +218,14 @@ class _Flow:
     or on random numbers; `trained`: values that depend on trained weights; `in_loss`: values that the loss depends on.
     """
 
-    def __init__(self, graph: Graph, are_told: bool) -> None:
-        self.graph, self.are_told = graph, are_told
+    def __init__(self, graph: Graph, constants_known: bool) -> None:
+        self.graph, self.constants_known = graph, constants_known
         assert graph.loss is not None
         self.in_loss = _sources(graph, [graph.loss])
         self.trained = {weight.name for weight in graph.weights if weight.trained}
-        told = {weight.name for weight in graph.weights if weight.kind == CONSTANT and (are_told or weight.values)}
+        told = {
+            weight.name for weight in graph.weights if weight.kind == CONSTANT and (constants_known or weight.values)
+        }
         self.of_batch = {item.name for item in graph.inputs}
         self.hidden = {weight.name for weight in graph.weights} - told
         self.users: dict[str, list[OperatorCall]] = {}
@@ -244,7 +248,7 @@ class _Flow:
     def is_float(self, ref: Ref) -> bool:
         return bool(torch_constant(self._types[ref.name].dtype).is_floating_point)
 
-    def takes(self, ref: Ref, label: int) -> bool:
+    def has_argument(self, ref: Ref, label: int) -> bool:
         """Return whether a node that `ref` depends on has the number `label` as an argument."""
         sources = _sources(self.graph, [ref])
         nodes = [node for node in self.graph.nodes if node.name in sources]

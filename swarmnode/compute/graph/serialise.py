@@ -125,13 +125,13 @@ def check_graph(graph: Graph) -> None:
     for rule, kept in rules.items():
         if not kept:
             raise _invalid(f"the graph is not valid: it needs {rule}")
-    known = _check_names(graph)
+    result_counts = _check_names(graph)
     for node in graph.nodes:
-        _check_node(node, known)
-        known[node.name] = len(node.types)
+        _check_node(node, result_counts)
+        result_counts[node.name] = len(node.types)
     kinds = {weight.name: weight.kind for weight in graph.weights}
     for move in graph.moves:
-        _check_ref(move.value, known)
+        _check_ref(move.value, result_counts)
         if kinds.get(move.buffer) != BUFFER:
             raise _invalid(f"the graph writes into {move.buffer[:MAX_TEXT]!r}, which is not a buffer")
     if (graph.loss is None) == (not graph.outputs) or len(graph.outputs) > MAX_OUTPUTS:
@@ -141,7 +141,7 @@ def check_graph(graph: Graph) -> None:
         _check_name(output.name, names)
         names[output.name] = 1
     for ref in graph.results:
-        _check_ref(ref, known)
+        _check_ref(ref, result_counts)
         if ref.name in kinds:
             raise _invalid("the graph returns a weight as its result")
     if graph.loss is not None and graph.loss.name not in {node.name for node in graph.nodes}:
@@ -168,8 +168,8 @@ def _check_names(graph: Graph) -> dict[str, int]:
     return known
 
 
-def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
-    _check_name(node.name, known)
+def _check_node(node: OperatorCall, result_counts: dict[str, int]) -> None:
+    _check_name(node.name, result_counts)
     resolve(node.operator)
     if len(node.args) + len(node.kwargs) > MAX_ARGUMENTS or not 0 < len(node.types) <= MAX_RESULTS:
         raise _invalid(f"the graph's operator {node.name} has too many arguments or results")
@@ -181,7 +181,7 @@ def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
             )
         for atom in argument if isinstance(argument, list) else (argument,):
             if isinstance(atom, Ref):
-                _check_ref(atom, known)
+                _check_ref(atom, result_counts)
             elif isinstance(atom, Constant):
                 torch_constant(atom.name)
             elif isinstance(atom, Poly):
@@ -197,14 +197,14 @@ def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
             _check_type(kind)
 
 
-def _check_ref(ref: Ref, known: dict[str, int]) -> None:
-    results = known.get(ref.name, 0)
+def _check_ref(ref: Ref, result_counts: dict[str, int]) -> None:
+    results = result_counts.get(ref.name, 0)
     if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
         raise _invalid(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists")
 
 
-def _check_name(name: str, known: dict[str, int]) -> None:
-    if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
+def _check_name(name: str, result_counts: dict[str, int]) -> None:
+    if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in result_counts:
         raise _invalid(f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid")
 
 

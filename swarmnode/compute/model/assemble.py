@@ -182,27 +182,27 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         for name, (shape, dtype) in shapes.items()
     }
     with ONE_AT_A_TIME, no_init_weights():
-        _, found = _filled(family.model_class, family, outlines, torch.bfloat16)
-    whole = [name for name, entry in entries.items() if name not in outlines and name in found["missing_keys"]]
+        _, loading_info = _filled(family.model_class, family, outlines, torch.bfloat16)
+    whole = [name for name, entry in entries.items() if name not in outlines and name in loading_info["missing_keys"]]
     if whole:
         raise CheckpointError(
             f"{checkpoint.path}: {whole[0]} is {entries[whole[0]].dtype}, "
             "not floating-point numbers; fetch the checkpoint again"
         )
-    if found["missing_keys"]:
-        lacking = sorted(found["missing_keys"])
+    if loading_info["missing_keys"]:
+        lacking = sorted(loading_info["missing_keys"])
         raise CheckpointError(
             f"{checkpoint.path}: lacks {_count(lacking)} of the model, as {lacking[0]}; fetch the checkpoint again"
         )
-    for name, stored, wanted in sorted(found["mismatched_keys"]):
+    for name, stored, wanted in sorted(loading_info["mismatched_keys"]):
         raise CheckpointError(
             f"{checkpoint.path}: {name} has the shape {tuple(stored)}, and by config.json the model's is {tuple(wanted)}"
             + (" (vocab_size)" if stored[:1] != wanted[:1] and wanted[0] == family.config.vocab_size else "")
         )
-    for message in found["error_msgs"]:
+    for message in loading_info["error_msgs"]:
         raise CheckpointError(f"{checkpoint.path}: {message}")
     ignored = [
-        name for name in sorted(found["unexpected_keys"]) if name in outlines and _counts(family, name, outlines)
+        name for name in sorted(loading_info["unexpected_keys"]) if name in outlines and _counts(family, name, outlines)
     ]
     if ignored:
         raise CheckpointError(

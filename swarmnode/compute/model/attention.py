@@ -168,7 +168,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float
         ggml = library()
         assert ggml is not None
         prepared = _Attention(ggml, *kind)
-        here.recorder.note(prepared, y_NHW)
+        here.recorder.record_call(prepared, y_NHW)
     prepared.place(tensors)
     prepared()
 

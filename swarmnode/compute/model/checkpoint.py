@@ -76,9 +76,9 @@ class Checkpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder; check its name")
-        self._take(read_entries(self.path))
+        self._set_entries(read_entries(self.path))
 
-    def _take(self, entries: dict[str, TensorEntry]) -> None:
+    def _set_entries(self, entries: dict[str, TensorEntry]) -> None:
         """Set the tensors. Raises CheckpointError if they are quantised in a way that is not supported."""
         file = self.path / CONFIG_FILE
         settings = settings_of(SimpleNamespace(**read_json(file))) if file.is_file() else None

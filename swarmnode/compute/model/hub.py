@@ -118,7 +118,7 @@ class HubCheckpoint(Checkpoint):
             for name, tensor in header.tensors.items():
                 begin, end = tensor.data_offsets
                 entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
-        self._take(entries)
+        self._set_entries(entries)
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"

@@ -150,7 +150,7 @@ class StandIns(MetaPathFinder):
         """Return the spec of a module that is or was late; None for other modules, so that other finders find them."""
         is_inner = fullname not in self._real and fullname.rpartition(".")[0] in self._late
         is_wanted = fullname in self._fillings or fullname in self._changes or is_inner
-        if fullname not in self._late and not (self.are_found and is_wanted):
+        if fullname not in self._late and not (self.are_importable and is_wanted):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((found for found in others if found is not None), None)
@@ -174,7 +174,7 @@ class StandIns(MetaPathFinder):
         del self._late[name]
 
     @property
-    def are_found(self) -> bool:
+    def are_importable(self) -> bool:
         """Whether imports find late modules now."""
         return self._users > 0 and not self._gave_way
 
@@ -189,7 +189,7 @@ class _StandInLoader(Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         assert isinstance(module, LateModule)
-        if not self.stand_ins.are_found:  # else the module stays late
+        if not self.stand_ins.are_importable:  # else the module stays late
             module.become_real(self.real)
             self.stand_ins.forget(module.__name__)
 

@@ -82,7 +82,7 @@ class ModelSpan:
         # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.has_same_bits = attends_by_position(model)
         """Whether a position has the same bits in any company: fast products, and all that lies between them."""
 
@@ -217,7 +217,7 @@ class ModelSpan:
             CACHE_ARGUMENT: cache,
             "use_cache": cache is not None,
         }
-        if self._takes_positions:
+        if self._accepts_positions:
             inputs["position_ids"] = position_ids
         entering_BTH = x if start > 0 else None
         with SameBits() if self.has_same_bits else contextlib.nullcontext():

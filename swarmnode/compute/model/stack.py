@@ -52,12 +52,12 @@ class Stack(nn.ModuleList):
                 first == end
             ):  # the door takes a layer's place: families walk over as many places as the model has layers
                 place = min(first, self.total - 1)
-                route = [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
+                route = [*self._skips[:place], _BoundaryLayer(self, self._skips[place], enters=True, leaves=True)]
             else:
                 route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]
-                route[first] = _Door(self, route[first], enters=True, leaves=first == end - 1)
+                route[first] = _BoundaryLayer(self, route[first], enters=True, leaves=first == end - 1)
                 if first < end - 1:
-                    route[-1] = _Door(self, route[-1], enters=False, leaves=True)
+                    route[-1] = _BoundaryLayer(self, route[-1], enters=False, leaves=True)
             self._routes[first, end] = route
         self._route = self._routes[first, end]
 
@@ -101,7 +101,7 @@ class _Skip:
         return (hidden_states,) if self.returns_tuple else hidden_states
 
 
-class _Door:
+class _BoundaryLayer:
     """Wrapper of a layer at which hidden states enter the stack, leave it, or both."""
 
     def __init__(self, stack: Stack, layer: Any, *, enters: bool, leaves: bool) -> None:
@@ -135,8 +135,8 @@ class Absent(nn.Module):
 
     def __init__(self, missing: nn.Module) -> None:
         super().__init__()
-        self.looks_up = isinstance(missing, nn.Embedding)
+        self.is_embedding = isinstance(missing, nn.Embedding)
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return zero (a scalar, which broadcasts) for an embedding, else `x`."""
-        return torch.zeros((), device=x.device) if self.looks_up else x
+        return torch.zeros((), device=x.device) if self.is_embedding else x

@@ -514,7 +514,7 @@ class GgmlMatrix:
             recorded_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
             return recorded_RO
         if not self._exact:
-            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.takes_rows_apart(len(x_RI)))
+            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.multiplies_rows_apart(len(x_RI)))
         if not self.form.activations or len(x_RI) > FEW_ROWS:
             y_RO = torch.empty(len(x_RI), self.outputs)
             packed_OB = self._memory.view(self.outputs, -1)
@@ -538,7 +538,7 @@ class GgmlMatrix:
         """Address of the packed bytes."""
         return self._memory.data_ptr()
 
-    def takes_rows_apart(self, rows: int) -> bool:
+    def multiplies_rows_apart(self, rows: int) -> bool:
         """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
 
         This is tried once for each kind of matrix.

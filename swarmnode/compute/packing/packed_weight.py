@@ -367,7 +367,7 @@ class JoinedProducts(Prepared):
         rows, inputs = products[0].x_RI.shape
         x_of = {}
         for matrix, x_RI, y_RO in products:
-            apart = matrix.takes_rows_apart(rows)
+            apart = matrix.multiplies_rows_apart(rows)
             if apart not in x_of:
                 shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
                 x_of[apart] = ggml.new_tensor_4d(self.context, FORMATS[F32].number, *shape)

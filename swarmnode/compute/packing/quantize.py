@@ -66,10 +66,10 @@ class Quantization:
     matrices: int
     bytes_before: int
     bytes_after: int
-    kept_bytes: int  # weights of the layers that are not quantised: fused experts, norms, convolutions
+    unquantised_bytes: int  # weights of the layers that are not quantised: fused experts, norms, convolutions
 
     def __str__(self) -> str:
-        kept = f"; {format_bytes(self.kept_bytes)} of layers stay as they are" if self.kept_bytes else ""
+        kept = f"; {format_bytes(self.unquantised_bytes)} of layers stay as they are" if self.unquantised_bytes else ""
         sizes = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
         return f"{self.method}: {self.matrices} matrices {sizes}{kept}"
 

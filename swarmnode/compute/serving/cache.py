@@ -206,10 +206,11 @@ class CachePool:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
         copy_beginning(source, session, length, capacity)
 
-    def keeps(self, held: int, length: int) -> bool:
+    def retains(self, held: int, length: int) -> bool:
         """Return whether a session of at most `held` positions surely has the first `length` whole, wherever its windows stand."""
         return all(
-            held + MAX_LAG <= window.kept or held - length <= window.slack - MAX_LAG for window in self.windows.values()
+            held + MAX_LAG <= window.retained or held - length <= window.slack - MAX_LAG
+            for window in self.windows.values()
         )
 
     def truncate(self, session_id: Hashable, length: int) -> None:

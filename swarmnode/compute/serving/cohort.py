@@ -85,14 +85,14 @@ class Window:
     room: int = ROOM
 
     @property
-    def kept(self) -> int:
+    def retained(self) -> int:
         """Number of columns that are kept when the window moves on."""
         return self.size - 1 + self.slack
 
     @property
     def columns(self) -> int:
         """Number of columns of a buffer."""
-        return self.kept + self.room
+        return self.retained + self.room
 
 
 Windows = Mapping[int, Window]
@@ -275,7 +275,8 @@ class Cohort(AttentionCache):
         self.end = max(member.length for member in members)
         self.dirty_end = capacity  # columns from here on are zero
         self._first_kept = {
-            window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
+            window: max(0, self.end - window.retained) if capacity > window.columns else 0
+            for window in windows.values()
         }
         self.first_columns: list[int] = []
         self.when_given_up: list[Callable[[], None]] = []
@@ -305,14 +306,14 @@ class Cohort(AttentionCache):
         """Drop the oldest columns of the layers with a limited window whose buffers have no room for `count` more columns."""
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
-                moved = max(first, self.end - window.kept)
+                moved = max(first, self.end - window.retained)
                 by, held = moved - first, self.end - moved
                 for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
                     for buffer in self.buffers[layer]:
                         buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
                 self._first_kept[window] = moved
                 self.dirty_end = self.capacity
-                self.note_floors()
+                self.raise_floors()
 
     def zero_from(self, column: int) -> None:
         """Set the columns from `column` on, which are not in use, to zero."""
@@ -324,7 +325,7 @@ class Cohort(AttentionCache):
                 buffer[:, :, column - first : end] = 0
         self.dirty_end = column
 
-    def note_floors(self) -> None:
+    def raise_floors(self) -> None:
         """Raise the members' `floor`, the least length that they can be cut down to, to fit the windows' places."""
         for window, first in self._first_kept.items():
             for member in self.members:
@@ -472,7 +473,7 @@ def regroup(
         for member in cohort.members:
             member.cohort, member.first_row, member.lag = cohort, row, 0
             row += member.rows
-        cohort.note_floors()
+        cohort.raise_floors()
         cohort.refresh_rows()  # only now: the members' lags were those of their old cohorts
     return cohorts
 
@@ -495,7 +496,7 @@ def copy_beginning(source: CachedSession, session: CachedSession, length: int, c
         session.length, session.floor, session.cohort, session.lag = 0, 0, None, 0
         raise
     session.cohort, session.first_row, session.lag = copy, 0, 0
-    copy.note_floors()
+    copy.raise_floors()
     copy.refresh_rows()
 
 

@@ -106,15 +106,15 @@ class Recorder(TorchDispatchMode):
             written = _tensors(
                 values.get(argument.name) for argument in function._schema.arguments if argument.is_write
             )
-            self.note(partial(SHORT.get(name, function._op), *args, **kwargs), *written)
+            self.record_call(partial(SHORT.get(name, function._op), *args, **kwargs), *written)
             return
         known = {_storage(each) for each in inputs}
         fresh = [tensor for tensor in results if _storage(tensor) not in known]
         self._kept += fresh
         if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
-            self.note(_again(function, name, args, kwargs, results), *fresh)
+            self.record_call(_again(function, name, args, kwargs, results), *fresh)
 
-    def note(self, call: Call, *writes: Tensor) -> None:
+    def record_call(self, call: Call, *writes: Tensor) -> None:
         """Take a call, made in the recorded pass, into the program. `writes` are the tensors that it writes."""
         self._entries.append(_Entry(call, {_storage(tensor) for tensor in writes}))
 
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused, threads().recorder = False, self
         self._kept += [x, y]
-        self.note(lambda: y.copy_(function(x)), y)
+        self.record_call(lambda: y.copy_(function(x)), y)
         return y
 
     def product(self, matrix: GgmlMatrix, x_RI: Tensor) -> Tensor:

@@ -124,20 +124,23 @@ class MtpGuesses:
 
     def _prepare(self, drawn: DrawnStates) -> bool:
         """Judge the session's latest guess, and make room in its cache. Returns whether the session shall guess."""
-        known = self._sessions.setdefault(drawn.session, _Session())
-        known.judge(drawn)
-        if known.rests:
+        session_state = self._sessions.setdefault(drawn.session, _Session())
+        session_state.judge(drawn)
+        if session_state.rests:
             return False
-        goes_on = known.begin <= drawn.start <= known.end and drawn.end + GUESSES <= known.begin + CONTEXT
+        goes_on = (
+            session_state.begin <= drawn.start <= session_state.end
+            and drawn.end + GUESSES <= session_state.begin + CONTEXT
+        )
         if not goes_on:
             self._runner.close(drawn.session)
-            known.end = -1
+            session_state.end = -1
             try:
                 self._runner.open(drawn.session, rows=1, max_length=max(CONTEXT, len(drawn.ids) + GUESSES))
             except OutOfCache:
                 return False
-            known.begin = drawn.start
-        known.end = drawn.end
+            session_state.begin = drawn.start
+        session_state.end = drawn.end
         return True
 
     def _guess(self, drawn: Sequence[DrawnStates]) -> dict[Hashable, tuple[int, ...]]:

@@ -47,14 +47,14 @@ class TokenHistory:
 
     def prompt(self) -> Tensor:
         """Return the known ids_N (int64) of the prompt."""
-        return _known(self._ids_T[: self._prompt_length])
+        return _known_ids(self._ids_T[: self._prompt_length])
 
     def drawn(self, position: int) -> Tensor:
         """Return the known ids_N (int64) that were drawn for the positions before `position`."""
-        return _known(self._ids_T[self._prompt_length : position])
+        return _known_ids(self._ids_T[self._prompt_length : position])
 
 
-def _known(ids_T: Tensor) -> Tensor:
+def _known_ids(ids_T: Tensor) -> Tensor:
     return ids_T[ids_T != UNKNOWN].long()
 
 
@@ -117,11 +117,11 @@ def candidates(logits_BV: Tensor, top_k: int, temperature: float) -> Candidates:
     return Candidates(values_BC, ids_BC, (all_BV.double() / temperature).logsumexp(1))
 
 
-def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
+def sample_candidates(shortlist: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
     """Draw ids_B as `sample` does, on the host; None if that needs all logits."""
     kept, count = _counts(vocabulary, parameters.top_k)
     ids = []
-    for row, (values_C, ids_C, total) in enumerate(zip(*known, strict=True)):
+    for row, (values_C, ids_C, total) in enumerate(zip(*shortlist, strict=True)):
         if len(values_C) > count and values_C[count] == values_C[count - 1]:
             return None  # unknown which of the equal ones come first
         by_id = ids_C[:count].argsort()
@@ -153,8 +153,8 @@ def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
     return token
 
 
-def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, number: float) -> int | None:
-    """Return the token, searched for among the `count` most likely of the `kept` ones; None if that needs more of them."""
+def _draw_among(count: int, eligible: int, logits_V: Tensor, parameters: Sampling, number: float) -> int | None:
+    """Return the token, searched for among the `count` most likely of the `eligible` ones; None if that needs more of them."""
     # The largest logits first, equal ones by id.
     ids_N = torch.arange(len(logits_V))
     if count < len(logits_V):
@@ -162,8 +162,8 @@ def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, n
     ordered_N, order_N = torch.sort(logits_V[ids_N], descending=True, stable=True)
     ordered_C, ids_C = ordered_N[:count], ids_N[order_N][:count]
     scaled_C = ordered_C.double() / parameters.temperature
-    total = scaled_C.logsumexp(0) if count == kept else (logits_V.double() / parameters.temperature).logsumexp(0)
-    return _pick(ordered_C, ids_C, total, count == kept, parameters, number)
+    total = scaled_C.logsumexp(0) if count == eligible else (logits_V.double() / parameters.temperature).logsumexp(0)
+    return _pick(ordered_C, ids_C, total, count == eligible, parameters, number)
 
 
 def _pick(
@@ -288,9 +288,9 @@ class Sampler:
             start = 0 if self._parameters.counts_prompt else self._parameters.prompt_length
             self._history.set(start, unpack_text(text))
 
-    def first(self, known: int) -> int:
-        """Return the first position to draw a token for, if outputs for the positions below `known` exist already."""
-        return max(self._parameters.prompt_length, known)
+    def first(self, received_end: int) -> int:
+        """Return the first position to draw a token for, if outputs for the positions below `received_end` exist already."""
+        return max(self._parameters.prompt_length, received_end)
 
     def is_final(self, position: int, token: int) -> bool:
         """Return whether nothing follows `token`: it is the last one, a stop token, or the grammar's end."""

@@ -135,7 +135,7 @@ class Block:
         """Return copies of the running statistics, to restore them after a pass."""
         return {name: buffer.clone() for name, buffer in self.statistics.items()}
 
-    def take_back(self, saved: Changes) -> Changes:
+    def restore(self, saved: Changes) -> Changes:
         """Restore the statistics from `saved`. Returns the changes that the pass between had made."""
         changes = {name: (self.statistics[name] - value).float() for name, value in saved.items()}
         for name, value in saved.items():

@@ -48,14 +48,14 @@ def can_pack(config: Any, length: int) -> bool:
     return config.model_type in PACKING_FAMILIES and not (short and sliding_layers(config))
 
 
-class NothingKept(AttentionCache):
+class NullCache(AttentionCache):
     """Cache that keeps nothing, for a model of this transformers config: attention gets back its own keys and values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__({layer: Window(size) for layer, size in sliding_layers(config).items()}, 0)
 
     def __repr__(self) -> str:
-        return "NothingKept()"
+        return "NullCache()"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,7 +91,7 @@ class SpanSegment(Segment):
         self._routers: RouterWatch | None = None
         self._dropout = CounterDropout()
         self._drops = draws_dropout(span.model, span.config)
-        self._cache = NothingKept(span.config)
+        self._cache = NullCache(span.config)
         span.model.train().requires_grad_(True)
         for number in span.layers_of(span.start, span.end):
             span.stack.get_submodule(str(number)).register_forward_pre_hook(self._reseeding(number + 1))

@@ -90,7 +90,7 @@ def train_steps(
     try:
         for summary in _steps(learner, batches, clock):
             yield summary
-            if learner.step % learner.run.checkpoint_steps == 0:
+            if learner.run.is_checkpoint(learner.step):
                 state.save(learner)
                 saved = learner.step
     finally:

@@ -74,7 +74,7 @@ class RouterWatch:
         self._sums_R = self.no_sums()
         self._counts_N: Tensor | None = None
         routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
-        self._hooks = [router.register_forward_hook(self._note) for router in routers]
+        self._hooks = [router.register_forward_hook(self._record) for router in routers]
 
     def no_sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums_R before the first layer."""
@@ -101,7 +101,7 @@ class RouterWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+    def _record(self, _module: Any, _inputs: Any, output: Any) -> None:
         logits_NE = output[self._index] if isinstance(output, tuple) else output
         self._sums_R = self._sums_R + router_sums(logits_NE, self._top_k, self._counts_N)
 

@@ -143,7 +143,7 @@ class Passes:
                 outputs = self._segment.forward(inputs, start, end, about.seed, *given)
         finally:
             for unit, values in before.items():
-                means[unit].update(self._blocks[unit].take_back(values))
+                means[unit].update(self._blocks[unit].restore(values))
         return outputs, means
 
     @contextmanager

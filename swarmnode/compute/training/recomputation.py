@@ -109,7 +109,7 @@ class ContributionSketch:
         ] = {}  # by block, for each tile: the sum with signs, the squares, the number of elements
 
     @torch.no_grad()
-    def hear(self, blocks: Sequence[int], peer: str, place: slice, values_M: Tensor) -> None:
+    def accept(self, blocks: Sequence[int], peer: str, place: slice, values_M: Tensor) -> None:
         """Take in the contribution of `peer` to elements `place` of the vector of these blocks; other members' are ignored."""
         if peer != self.peer:
             return
@@ -221,9 +221,9 @@ def _back_through(
     return flowing, ((block, _flat(parameters, found)) for block, parameters in blocks.items())
 
 
-def _flat(parameters: Sequence[Tensor], found: Iterator[Tensor | None]) -> Tensor:
+def _flat(parameters: Sequence[Tensor], results: Iterator[Tensor | None]) -> Tensor:
     """Return the gradients of one block's `parameters` as one vector; zeros for a parameter without gradient."""
     gradients = (
-        torch.zeros_like(parameter) if (gradient := next(found)) is None else gradient for parameter in parameters
+        torch.zeros_like(parameter) if (gradient := next(results)) is None else gradient for parameter in parameters
     )
     return torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -230,9 +230,9 @@ def _mean_patch(inputs_NCHW: Tensor, weight: Tensor, output: Tensor, geometry: t
     return patches.mean((-2, -1)).flatten()
 
 
-def _pair(given: int | Sequence[int]) -> tuple[int, int]:
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     """Return the number of rows and of columns, which are equal if only one is given."""
-    sizes = (given,) if isinstance(given, int) else tuple(given)
+    sizes = (value,) if isinstance(value, int) else tuple(value)
     return sizes[0], sizes[-1]
 
 

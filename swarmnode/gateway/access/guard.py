@@ -55,11 +55,10 @@ class Guard:
                 key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
                 if key is None:
                     raise ApiError(
-                        401,
+                        "invalid_api_key",
                         "this gateway needs an API key: send the header Authorization: Bearer sk-…",
-                        code="invalid_api_key",
                     )
-                if wait_s := key.take():
+                if wait_s := key.count_request():
                     raise too_many(
                         f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s
                     )
@@ -75,18 +74,16 @@ class Guard:
         host = headers.get("host")  # HTTP/1.0 may lack it, but no browser uses that
         if self._config.loopback and host is not None and urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
             raise ApiError(
-                403,
+                "wrong_host",
                 "only programs on this machine may call this gateway: use http://127.0.0.1:PORT",
-                code="wrong_host",
             )
         origin = headers.get("origin")
         if origin is None or origin in self._config.origins:
             return
         if urlsplit(origin).netloc != host:
             raise ApiError(
-                403,
+                "wrong_origin",
                 f"pages of {origin} may not call this gateway: allow them with --cors {origin}",
-                code="wrong_origin",
             )
 
 

@@ -61,7 +61,7 @@ class ApiKey:
     def __repr__(self) -> str:
         return f"<ApiKey {self.name} {self.limits}>"
 
-    def take(self) -> float:
+    def count_request(self) -> float:
         """Count a request and return 0 if the rate limit allows it; else return the seconds until it will, and do not count it. The
         limiter is a leaky bucket (GCRA)."""
         if not self.limits.per_minute:
@@ -106,17 +106,17 @@ class KeyFile(KeyRing):
         """Read `path`. Raises UsageError if the file is missing, holds no key, or has an invalid line, which the error names."""
         self._path = path
         self._clock = clock
-        self._looked_s = clock()
+        self._checked_s = clock()
         self._version = _version(path)
         super().__init__(_read_keys(path, clock))
 
     def find(self, presented: str | None) -> ApiKey | None:
-        if self._clock() - self._looked_s >= LOOK_S:
-            self._look()
+        if self._clock() - self._checked_s >= LOOK_S:
+            self._reload()
         return super().find(presented)
 
-    def _look(self) -> None:
-        self._looked_s, version = self._clock(), _version(self._path)
+    def _reload(self) -> None:
+        self._checked_s, version = self._clock(), _version(self._path)
         if version == self._version:
             return
         self._version = version

@@ -76,18 +76,18 @@ class TextSpeller:
         string may have cut the text."""
         if not choices:
             return None
-        told = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        logprobs = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for one in choices:
-            told.text_offset.append(min(self._chars, text_length))
-            told.tokens.append(one.token)
-            told.token_logprobs.append(one.logprob if one._follows else None)
+            logprobs.text_offset.append(min(self._chars, text_length))
+            logprobs.tokens.append(one.token)
+            logprobs.token_logprobs.append(one.logprob if one._follows else None)
             likely: dict[str, float] = {}
             for each in one.top_logprobs:
                 likely[each.token if each.token not in likely else f"token_id:{each._id}"] = each.logprob
-            told.top_logprobs.append(likely if one._follows else None)
+            logprobs.top_logprobs.append(likely if one._follows else None)
             if one._is_shown and one.bytes is not None:
                 self._chars += len(self._decoder.decode(bytes(one.bytes)))
-        return told
+        return logprobs
 
 
 def spell(
@@ -112,14 +112,14 @@ def spell_prompt(
     return [begin, *(spell(tokenizer, score) for score in scores)]
 
 
-def _spelled(tokenizer: Tokenizer | ByteTokenizer | None, one: TokenLogprob) -> SpelledToken:
+def _spelled(tokenizer: Tokenizer | ByteTokenizer | None, token: TokenLogprob) -> SpelledToken:
     if tokenizer is None:
-        return SpelledToken(token=f"token_id:{one.id}", logprob=one.logprob, bytes=None)  # as vLLM names it
-    text, written = tokenizer.decode_token(one.id), tokenizer.token_bytes(one.id)
+        return SpelledToken(token=f"token_id:{token.id}", logprob=token.logprob, bytes=None)  # as vLLM names it
+    text, written = tokenizer.decode_token(token.id), tokenizer.token_bytes(token.id)
     if UNFINISHED in text:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)  # as OpenAI names it
-    spelled = SpelledToken(token=text, logprob=one.logprob, bytes=list(written))
-    spelled._id = one.id
+    spelled = SpelledToken(token=text, logprob=token.logprob, bytes=list(written))
+    spelled._id = token.id
     return spelled
 
 
@@ -207,7 +207,7 @@ class ChoiceStream:
     @property
     def stop_string(self) -> str | None:
         """Stop string that ended the text; None if none has."""
-        return self._stops.found
+        return self._stops.matched
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         async with self._queue.place(self._key), contextlib.aclosing(aiter(self._stream)) as tokens:

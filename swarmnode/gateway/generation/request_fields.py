@@ -219,9 +219,9 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-def check_type(type_: str | None, known: Sequence[str | None], what: str) -> None:
-    """Raise ApiError if a tool's `type_` is not in `known`; `what` names the known types in the error."""
-    if type_ not in known:
+def check_type(type_: str | None, types: Sequence[str | None], what: str) -> None:
+    """Raise ApiError if a tool's `type_` is not in `types`; `what` names the known types in the error."""
+    if type_ not in types:
         raise bad_request(f"a tool of type {type_!r} is not supported: use {what}", "tools")
 
 
@@ -293,7 +293,7 @@ class SamplingFields(BaseModel, extra="allow"):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def told_logprobs(self) -> int | None:
+    def logprob_count(self) -> int | None:
         """Number of the most likely tokens that the answer lists for each drawn one; None without logprobs."""
         return None
 
@@ -313,6 +313,6 @@ class SamplingFields(BaseModel, extra="allow"):
         values for fields that the request leaves out."""
         seed = None if self.seed is None else (self.seed + choice) & MAX_SEED
         said = {name: value for name in AS_OPTIONS if (value := getattr(self, name)) is not None}
-        beside = {"logprobs": self.told_logprobs, "grammar": grammar, "seed": seed}
+        beside = {"logprobs": self.logprob_count, "grammar": grammar, "seed": seed}
         drawing = {"temperature": 1.0, **defaults, **said, **beside}
         return {**drawing, "top_k": max(0, drawing.get("top_k", 0))}

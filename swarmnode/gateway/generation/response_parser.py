@@ -154,24 +154,24 @@ class ToolCallParser:
         if self._part is not None:  # the client has its name already, so it can be no text any more
             call = None if self._arguments else cut_call(self._held, self._names, self._number)
             return [Parsed(call=call or self._part._replace(cut=not self._whole))]
-        told: list[Parsed] = []
+        parsed: list[Parsed] = []
         while self._object is not None:
             held, self._held, self._object = self._held, "", None
             broken, tag, rest = held.partition(CALL_END)
             if tag:  # a call without a valid end; a later one may be valid
                 self._pending = None
-                told += [Parsed(broken + tag), *self.push(rest)]
+                parsed += [Parsed(broken + tag), *self.push(rest)]
                 continue
             call = cut_call(held, self._names, self._number) if cut else None
             if call is not None:
-                return [*told, Parsed(call=call)]
-            return told if cut and (self._forced or held.startswith(CALL_BEGIN)) else [*told, Parsed(held)]
+                return [*parsed, Parsed(call=call)]
+            return parsed if cut and (self._forced or held.startswith(CALL_BEGIN)) else [*parsed, Parsed(held)]
         rest = self._pending or ""
         if self._number and CALL_END.startswith(rest.strip()):
             rest = ""
-        return [*told, Parsed(rest + self._opening.flush())]
+        return [*parsed, Parsed(rest + self._opening.flush())]
 
-    def _read_text(self, text: str, told: list[Parsed]) -> str:
+    def _read_text(self, text: str, parsed: list[Parsed]) -> str:
         """Add text outside of calls and return the part of it that is not read yet."""
         if self._pending is not None:  # white space around calls is no text of the answer
             self._pending += text
@@ -188,32 +188,32 @@ class ToolCallParser:
             text = seen if seen.startswith(CALL_BEGIN) else text
         certain = self._opening.push(text)
         if certain:
-            told.append(Parsed(certain))
-        if self._opening.found is None:
+            parsed.append(Parsed(certain))
+        if self._opening.matched is None:
             return ""
         rest, self._opening = self._opening.rest, StopStrings([CALL_BEGIN])
         self._held, self._object = CALL_BEGIN, JsonObject()
         return rest
 
-    def _read_call(self, text: str, told: list[Parsed]) -> str:
+    def _read_call(self, text: str, parsed: list[Parsed]) -> str:
         """Add text of a possible call and return the part of it that is not read yet."""
         assert self._object is not None
         end = self._object.end(text)
         inside, rest = (text, "") if end is None else (text[:end], text[end:])
         if self._arguments is not None:
-            self._tell_arguments(inside, told)
+            self._tell_arguments(inside, parsed)
         self._held += inside
         if self._forced and self._arguments is None:
-            self._begin_arguments(told)
+            self._begin_arguments(parsed)
         first = FIRST_KEY.match(self._held)
         if self._object.is_broken or (first is not None and first[1] not in CALL_KEYS):
-            told.append(Parsed(self._held))  # no call
+            parsed.append(Parsed(self._held))  # no call
             self._held, self._object = "", None
         elif end is not None:
-            self._end_call(told)
+            self._end_call(parsed)
         return rest
 
-    def _begin_arguments(self, told: list[Parsed]) -> None:
+    def _begin_arguments(self, parsed: list[Parsed]) -> None:
         """Begin to return a forced call in parts as soon as its name and the first character of its arguments are known."""
         members = {key: (begin, value) for key, begin, value in members_of(self._held)}
         (_, name), (begin, _) = members.get("name", (0, None)), members.get("arguments", (len(self._held), None))
@@ -221,18 +221,18 @@ class ToolCallParser:
             return
         if self._part is None:
             self._part = CallPart(self._number, name)
-            told.append(Parsed(call=self._part))
+            parsed.append(Parsed(call=self._part))
         self._arguments = JsonObject()
-        self._tell_arguments(self._held[begin:], told)
+        self._tell_arguments(self._held[begin:], parsed)
 
-    def _tell_arguments(self, text: str, told: list[Parsed]) -> None:
+    def _tell_arguments(self, text: str, parsed: list[Parsed]) -> None:
         assert self._part is not None and self._arguments is not None
         if not self._whole:
             end = self._arguments.end(text)
-            told.append(Parsed(call=self._part._replace(arguments=text[:end])))
+            parsed.append(Parsed(call=self._part._replace(arguments=text[:end])))
             self._whole = end is not None
 
-    def _end_call(self, told: list[Parsed]) -> None:
+    def _end_call(self, parsed: list[Parsed]) -> None:
         """End a possible call whose object is complete: as the call that it describes, else as text."""
         body, self._held, self._object = self._held, "", None
         if self._arguments is None:
@@ -240,7 +240,7 @@ class ToolCallParser:
                 call = call_of(json.loads(body.removeprefix(CALL_BEGIN)), self._names, self._number)
             except (ValueError, RecursionError):
                 call = None
-            told.append(Parsed(body) if call is None else Parsed(call=call))
+            parsed.append(Parsed(body) if call is None else Parsed(call=call))
             if call is None:
                 return
         self._part = self._arguments = None
@@ -257,7 +257,7 @@ class ReasoningParser:
         self._end = StopStrings([THOUGHTS_END])
         self._start = ""  # text that may still become THOUGHTS_BEGIN
         self._undecided = not begun
-        self._told = False  # whether the present part has text, so that line breaks are no longer stripped
+        self._has_text = False  # whether the present part has text, so that line breaks are no longer stripped
 
     @property
     def inside(self) -> bool:
@@ -274,11 +274,11 @@ class ReasoningParser:
             self._undecided, self._inside = False, seen.startswith(THOUGHTS_BEGIN)
             text = seen[len(THOUGHTS_BEGIN) :] if self._inside else self._start
         if not self._inside:
-            return "", self._led(text) if self._end.found else text
+            return "", self._led(text) if self._end.matched else text
         reasoning = self._led(self._end.push(text))
-        if self._end.found is None:
+        if self._end.matched is None:
             return reasoning, ""
-        self._inside = self._told = False
+        self._inside = self._has_text = False
         return reasoning, self._led(self._end.rest)
 
     def finish(self) -> tuple[str, str]:
@@ -289,8 +289,8 @@ class ReasoningParser:
 
     def _led(self, text: str) -> str:
         """Strip the line breaks that templates put around both parts."""
-        text = text if self._told else text.lstrip("\n")
-        self._told = self._told or bool(text)
+        text = text if self._has_text else text.lstrip("\n")
+        self._has_text = self._has_text or bool(text)
         return text
 
 
@@ -329,16 +329,16 @@ class CommonParser:
     def push(self, text: str) -> list[Parsed]:
         """Add the next piece of the model's text and return the parts that are certain by now."""
         reasoning, text = ("", text) if self._reasoning is None else self._reasoning.push(text)
-        return self._told(reasoning, [Parsed(text)] if self._calls is None else self._calls.push(text))
+        return self._allowed_parts(reasoning, [Parsed(text)] if self._calls is None else self._calls.push(text))
 
     def finish(self, *, cut: bool) -> list[Parsed]:
         """End the answer and return the parts that were held back."""
         reasoning, text = ("", "") if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
-            return self._told(reasoning, [Parsed(text)])
-        return self._told(reasoning, [*self._calls.push(text), *self._calls.finish(cut=cut)])
+            return self._allowed_parts(reasoning, [Parsed(text)])
+        return self._allowed_parts(reasoning, [*self._calls.push(text), *self._calls.finish(cut=cut)])
 
-    def _told(self, reasoning: str, parts: Iterable[Parsed]) -> list[Parsed]:
+    def _allowed_parts(self, reasoning: str, parts: Iterable[Parsed]) -> list[Parsed]:
         return [
             part for part in (Parsed(reasoning=reasoning), *parts) if any(part) and _allowed(part.call, self._tools)
         ]
@@ -391,19 +391,19 @@ class TemplateParser:
         return [Parsed(self._unread)]
 
     def _read(self, events: Iterable[Mapping[str, Any]]) -> list[Parsed]:
-        told: list[Parsed] = []
+        parsed: list[Parsed] = []
         for event in events:
             field, kind = event["field"], event["type"]
             self._region = None if kind == "region_close" else field
             if field == CALLS:
-                told += self._read_call(event)
+                parsed += self._read_call(event)
             elif kind == "region_chunk" and field == TEXT:
-                told.append(Parsed(event["text"]))
+                parsed.append(Parsed(event["text"]))
             elif kind == "region_chunk" and field in REASONING:
-                told.append(Parsed(reasoning=event["text"]))
+                parsed.append(Parsed(reasoning=event["text"]))
             if self._region != CALLS:  # the text after the last event may be the beginning of a call
                 self._unread = self._unread.rpartition(event["text"])[2] if kind == "region_chunk" else ""
-        return told
+        return parsed
 
     def _read_call(self, event: Mapping[str, Any]) -> list[Parsed]:
         """Return the calls that end with `event`, or their text if one of them is no call of an offered tool."""

@@ -82,12 +82,12 @@ WholeNumber = Annotated[int, Field(strict=True)]
 """Integer that is not read from a text."""
 
 
-def at_most(limit: int, told: str) -> BeforeValidator:
-    """Return a validator that refuses an object with more than `limit` fields with the text `told`, before any is validated."""
+def at_most(limit: int, message: str) -> BeforeValidator:
+    """Return a validator that refuses an object with more than `limit` fields with the text `message`, before any is validated."""
 
     def counted(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
-            raise ValueError(told)
+            raise ValueError(message)
         return value
 
     return BeforeValidator(counted)

@@ -42,7 +42,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._beside_bytes = 0  # bytes of the current request that are not of its body
         self._overdue: asyncio.TimerHandle | None = None
         host = self.client[0] if self.client else ""
-        yielding = self._places.take(self, Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host))
+        yielding = self._places.admit(self, Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host))
         if yielding is self:
             self.transport.write(BUSY)
             self.transport.close()

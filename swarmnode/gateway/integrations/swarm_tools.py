@@ -73,7 +73,7 @@ class SwarmTools:
         turns = [Turn(message.role, message.content) for message in messages]
         if system:
             turns.insert(0, Turn(SYSTEM, system))
-        with _told_in_words():
+        with _as_tool_error():
             if not turns:
                 raise UsageError("send at least one message")
             if not (await self._client.chat_tokenizer()).has_chat_template:
@@ -94,20 +94,20 @@ class SwarmTools:
     ) -> dict[str, Any]:
         """Let the swarm's model continue a text, which ends before the first of the `stop` strings. Returns the new text, why it
         ended ("stop" or "length"), the trace, and the machines that computed it. Raises ToolError."""
-        with _told_in_words():
+        with _as_tool_error():
             options = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
             return _written(await self._client.generate(prompt, options, stop=stop or ()))
 
     async def embed(self, texts: list[str]) -> dict[str, list[list[float]]]:
         """Return the vector that the swarm's model makes of each text: texts with a similar meaning have vectors of a similar
         direction. Raises ToolError."""
-        with _told_in_words():
+        with _as_tool_error():
             _check_texts(texts)
             return {"vectors": [vector.tolist() for vector in await self._client.embed(texts)]}
 
     async def classify(self, texts: list[str]) -> dict[str, list[dict[str, float]]]:
         """Return for each text the probability of each of the model's classes. Raises ToolError."""
-        with _told_in_words():
+        with _as_tool_error():
             _check_texts(texts)
             return {"classes": await self._client.classify(texts)}
 
@@ -115,7 +115,7 @@ class SwarmTools:
         """Return the outputs of the swarm's module by name, as nested lists, for its `inputs` by name, as nested lists of numbers.
         Raises ToolError if the outputs have more than 4096 numbers, or if inputs are wrong: the error names the inputs and their
         shapes."""
-        with _told_in_words():
+        with _as_tool_error():
             outputs = await self._client.infer(inputs)
             numbers = sum(array.size for array in outputs.values())
             if numbers > MAX_NUMBERS:
@@ -146,10 +146,10 @@ class SwarmTools:
         """Return where the time of a generation went: for each machine the tokens, and the median milliseconds of waiting and of
         computing per token. `trace` comes from a generation's result. Raises ToolError if it is malformed."""
         try:
-            known = bytes.fromhex(trace)
+            trace_id = bytes.fromhex(trace)
         except ValueError:
-            known = b""
-        if len(known) != TRACE_ID_BYTES:
+            trace_id = b""
+        if len(trace_id) != TRACE_ID_BYTES:
             raise ToolError(f"a trace is {2 * TRACE_ID_BYTES} hex digits, not {trace!r}")
         return {
             "machines": [
@@ -160,7 +160,7 @@ class SwarmTools:
                     "wait_ms": stop.wait_us.median / 1e3,
                     "compute_ms": stop.compute_us.median / 1e3,
                 }
-                for stop in Timeline(await self._client.traces(known)).stops
+                for stop in Timeline(await self._client.traces(trace_id)).stops
             ]
         }
 
@@ -176,7 +176,7 @@ def _written(result: Generation) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _told_in_words() -> Iterator[None]:
+def _as_tool_error() -> Iterator[None]:
     try:
         yield
     except SwarmnodeError as error:

@@ -175,19 +175,19 @@ async def _echoes(
 ) -> list[Echo]:
     """Return an echo of each prompt, with its logprobs if the request asks for logprobs."""
     tokenizer = await model.loader.tokenizer()
-    told = []
+    echoes = []
     for given, ids in zip(asked.prompts, prompts, strict=True):
         text = given if isinstance(given, str) else ""
         if tokenizer is not None and not isinstance(given, str):
             (await model.client.limits()).ids(ids)
             text = await asyncio.to_thread(tokenizer.decode, ids, special_tokens=not asked.skip_special_tokens)
         if asked.logprobs is None:
-            told.append(Echo(text, ()))
+            echoes.append(Echo(text, ()))
             continue
         async with model.queue.place(key):
             scores = await model.client.score(ids, most_likely=asked.logprobs, adapter=model.adapter)
-        told.append(Echo(text, await asyncio.to_thread(spell_prompt, tokenizer, ids[0], scores)))
-    return told
+        echoes.append(Echo(text, await asyncio.to_thread(spell_prompt, tokenizer, ids[0], scores)))
+    return echoes
 
 
 class _CompletionStyle(_OpenAIStyle):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
 from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
-from swarmnode.gateway.http.api_error import bad_request
+from swarmnode.gateway.http.api_error import ApiError, bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import ClientWatch
 from swarmnode.gateway.openai.requests import Texts, each_of
@@ -200,7 +200,7 @@ async def _encoder(model: ServedModel, task: str) -> RemoteEncoder:
     try:
         return await model.client.encoder(task)
     except UsageError as error:
-        raise bad_request(str(error), "model", code="model_not_supported") from None
+        raise ApiError("model_not_supported", str(error), parameter="model") from None
 
 
 async def _vectors(
@@ -238,8 +238,10 @@ async def _ranked(model: ServedModel, asked: RerankRequest, request: Request) ->
     if task == CLASSIFY:
         encoder = await _encoder(model, CLASSIFY)
         if encoder.size != 1:
-            raise bad_request(
-                f"{model.name} has {encoder.size} classes; a cross-encoder has one", "model", code="model_not_supported"
+            raise ApiError(
+                "model_not_supported",
+                f"{model.name} has {encoder.size} classes; a cross-encoder has one",
+                parameter="model",
             )
         with _refusing("documents"):
             rows = [await encoder.pair_ids(asked.query, text) for text in asked.texts]
@@ -258,7 +260,7 @@ def _refusing(field: str) -> Iterator[None]:
     try:
         yield
     except ContextTooLong as error:
-        raise bad_request(str(error), field, code="context_length_exceeded") from None
+        raise ApiError("context_length_exceeded", str(error), parameter=field) from None
     except UsageError as error:
         raise bad_request(str(error), field) from None
 

@@ -63,13 +63,13 @@ class Item(msgspec.Struct, omit_defaults=True):
         return "".join(part.refusal or part.text or "" for part in self.content or ())
 
 
-class KeptOutput(msgspec.Struct):
+class StoredOutput(msgspec.Struct):
     """The part of a response's JSON that continues a conversation."""
 
     output: list[Item]
 
 
-class KeptResponse(msgspec.Struct):
+class StoredResponse(msgspec.Struct):
     """Kept response: its JSON, and the items that it answers, including those of the responses before it."""
 
     created_s: float
@@ -78,10 +78,10 @@ class KeptResponse(msgspec.Struct):
 
     def conversation(self) -> list[Item]:
         """Return the items of the conversation up to the end of the response."""
-        return [*self.input, *msgspec.json.decode(self.reply, type=KeptOutput).output]
+        return [*self.input, *msgspec.json.decode(self.reply, type=StoredOutput).output]
 
 
-class KeptResponses:
+class ResponseStore:
     """Responses that the gateways of one home folder keep. `owner` is the name of the API key whose client asked for the response.
     All methods block while they use the disk."""
 
@@ -89,12 +89,12 @@ class KeptResponses:
         self._home = home
         self._folder = home / FOLDER
         self._clock = clock
-        self._known_key: bytes | None = None
+        self._key_bytes: bytes | None = None
 
-    def keep(self, owner: str, id: str, reply: bytes, items: Sequence[Item]) -> None:
+    def store(self, owner: str, id: str, reply: bytes, items: Sequence[Item]) -> None:
         """Keep the response `id`, which answers `items`. Removes the owner's oldest responses if there are more than
         `MOST_RESPONSES`, or more than `MOST_BYTES`. Raises LocalError if it is too large or cannot be written."""
-        kept = KeptResponse(self._clock(), msgspec.Raw(reply), list(items))
+        kept = StoredResponse(self._clock(), msgspec.Raw(reply), list(items))
         content = msgspec.json.encode(kept)
         if len(content) > MAX_BYTES:
             raise LocalError(f"the conversation has {len(content):,} bytes, and at most {MAX_BYTES:,} are kept")
@@ -111,14 +111,14 @@ class KeptResponses:
         except OSError as error:
             raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
 
-    def find(self, owner: str, id: str) -> KeptResponse | None:
+    def find(self, owner: str, id: str) -> StoredResponse | None:
         """Return the response `id` of `owner`; None if there is none, it has expired, or its file cannot be read."""
         if not self._folder.is_dir():
             return None
         try:
             sealed = read_bounded(self._path(owner, id), MAX_BYTES + NONCE_BYTES + TAG_BYTES) or b""
             content = AESGCM(self._key()).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _names(owner, id))
-            kept = msgspec.json.decode(content, type=KeptResponse)
+            kept = msgspec.json.decode(content, type=StoredResponse)
         except FileNotFoundError:
             return None
         except (OSError, LocalError, InvalidTag, ValueError) as error:  # msgspec's and AES-GCM's errors are ValueErrors
@@ -159,18 +159,18 @@ class KeptResponses:
 
     def _key(self) -> bytes:
         """Return the key of this home, and make it if there is none. Raises LocalError if its file is unusable."""
-        if self._known_key is None:
+        if self._key_bytes is None:
             path = self._home / KEY_FILE
             try:
                 if not path.exists():
                     _write_first(path, secrets.token_bytes(KEY_BYTES))
-                self._known_key = read_bounded(path, KEY_BYTES)
+                self._key_bytes = read_bounded(path, KEY_BYTES)
             except OSError as error:
                 raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
-            if self._known_key is None or len(self._known_key) != KEY_BYTES:
-                self._known_key = None
+            if self._key_bytes is None or len(self._key_bytes) != KEY_BYTES:
+                self._key_bytes = None
                 raise LocalError(f"{path} is no key of {KEY_BYTES} bytes: remove it, and the kept responses are lost")
-        return self._known_key
+        return self._key_bytes
 
 
 def _names(owner: str, id: str) -> bytes:

@@ -47,10 +47,10 @@ class ContentPart(BaseModel):
     refusal: str | None = None
 
 
-def _read(read: Callable[[Any], Read], given: Any) -> Read:
+def _read(read: Callable[[Any], Read], value: Any) -> Read:
     """Return what `read` makes of a part of the conversation. Raises ApiError for its UsageError."""
     try:
-        return read(given)
+        return read(value)
     except UsageError as error:
         raise bad_request(str(error), "messages") from None
 
@@ -121,13 +121,13 @@ Texts = str | Items[WholeNumber] | Items[str] | Items[Items[WholeNumber]]
 """Text or row of token ids, or a list of either."""
 
 
-def each_of(given: Texts) -> list[str] | list[list[int]]:
+def each_of(texts: Texts) -> list[str] | list[list[int]]:
     """Return all texts or rows of token ids as a list."""
-    if isinstance(given, str):
-        return [given]
-    if all(isinstance(one, int) for one in given):
-        return [cast("list[int]", given)]
-    return cast("list[str] | list[list[int]]", given)
+    if isinstance(texts, str):
+        return [texts]
+    if all(isinstance(one, int) for one in texts):
+        return [cast("list[int]", texts)]
+    return cast("list[str] | list[list[int]]", texts)
 
 
 class CompletionFields(SamplingFields):
@@ -194,7 +194,7 @@ class ChatRequest(CompletionFields):
     continue_final_message: bool = False
 
     @property
-    def told_logprobs(self) -> int | None:
+    def logprob_count(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs works only with logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -243,7 +243,7 @@ class CompletionRequest(CompletionFields):
     add_special_tokens: bool = True
 
     @property
-    def told_logprobs(self) -> int | None:
+    def logprob_count(self) -> int | None:
         return self.logprobs
 
     @property

@@ -168,38 +168,38 @@ class ResponsesRequest(SamplingFields):
         return list(map(_item, self.input))
 
 
-def _item(given: InputItem) -> Item:
+def _item(item: InputItem) -> Item:
     """Return an item of a request in the form that is kept. Raises ApiError if it is not supported."""
-    if given.type == REFERENCE:
-        return Item(given.id or "", REFERENCE, COMPLETED)
+    if item.type == REFERENCE:
+        return Item(item.id or "", REFERENCE, COMPLETED)
     random = secrets.token_hex(ID_BYTES)
-    if given.type == "function_call":
+    if item.type == "function_call":
         return Item(
             f"fc_{random}",
-            given.type,
+            item.type,
             COMPLETED,
-            call_id=given.call_id,
-            name=given.name,
-            arguments=given.arguments,
+            call_id=item.call_id,
+            name=item.name,
+            arguments=item.arguments,
         )
-    if given.type == "function_call_output":
-        return Item(f"fco_{random}", given.type, COMPLETED, call_id=given.call_id, output=text_of(given.output))
-    if given.type == "reasoning":
-        parts = given.content if isinstance(given.content, list) else []
+    if item.type == "function_call_output":
+        return Item(f"fco_{random}", item.type, COMPLETED, call_id=item.call_id, output=text_of(item.output))
+    if item.type == "reasoning":
+        parts = item.content if isinstance(item.content, list) else []
         content = [ItemPart("reasoning_text", part.text or "") for part in parts]
-        return Item(f"rs_{random}", given.type, COMPLETED, content=content, summary=[])
-    if given.type != "message" or not given.role:
+        return Item(f"rs_{random}", item.type, COMPLETED, content=content, summary=[])
+    if item.type != "message" or not item.role:
         raise bad_request(
-            f"an item of type {given.type!r} is not supported, or lacks a role: leave it out, or add the role", "input"
+            f"an item of type {item.type!r} is not supported, or lacks a role: leave it out, or add the role", "input"
         )
-    text_of(given.content)  # raises ApiError if a part is no text
-    kind = SPOKEN_BY[given.role == ASSISTANT]
-    parts = [ContentPart(type=kind, text=given.content)] if isinstance(given.content, str) else given.content or []
+    text_of(item.content)  # raises ApiError if a part is no text
+    kind = SPOKEN_BY[item.role == ASSISTANT]
+    parts = [ContentPart(type=kind, text=item.content)] if isinstance(item.content, str) else item.content or []
     content = [
         ItemPart(part.type, refusal=part.refusal) if part.type == "refusal" else ItemPart(kind, part.text)
         for part in parts
     ]
-    return Item(f"msg_{random}", given.type, COMPLETED, given.role, content)
+    return Item(f"msg_{random}", item.type, COMPLETED, item.role, content)
 
 
 def turns_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, 
 from swarmnode.gateway.http.api_error import ApiError, bad_request, too_many
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
-from swarmnode.gateway.openai.kept_responses import Item, KeptResponse
+from swarmnode.gateway.openai.kept_responses import Item, StoredResponse
 from swarmnode.gateway.openai.replies import PromptTokens
 from swarmnode.gateway.openai.response_requests import COMPLETED, REFERENCE, ResponsesRequest, turns_of
 
@@ -196,16 +196,16 @@ async def responses(asked: ResponsesRequest, request: Request) -> Response:
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
     keep = None
     if (kept := gateway_of(request).responses) is not None and asked.store is not False:
-        keep = partial(kept.keep, key_of(request).name, items=items)
+        keep = partial(kept.store, key_of(request).name, items=items)
     return await answer.respond(request, _ResponseStyle(answer, asked, keep), stream=asked.stream)
 
 
 @router.get("/v1/responses/{id}", response_model=ResponseReply, dependencies=READS)
-async def kept_response(id: str, request: Request, stream: bool = False) -> Response:
+async def get_response(id: str, request: Request, stream: bool = False) -> Response:
     """Return a kept response of this API key."""
     if stream:
         raise bad_request("a kept response is not streamed again: leave out stream", "stream")
-    return Response(bytes((await _kept(id, request)).reply), media_type="application/json")
+    return Response(bytes((await _stored_response(id, request)).reply), media_type="application/json")
 
 
 @router.delete("/v1/responses/{id}", dependencies=READS)
@@ -226,7 +226,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> InputItemList:
     """Return the items that a kept response answers, the last one first, with those of the responses before it."""
-    items = (await _kept(id, request)).input
+    items = (await _stored_response(id, request)).input
     if order == "desc":
         items = items[::-1]
     ids = [item.id for item in items]
@@ -248,30 +248,30 @@ async def _earlier(id: str | None, request: Request) -> list[Item]:
     if id is None:
         return []
     try:
-        return (await _kept(id, request)).conversation()
+        return (await _stored_response(id, request)).conversation()
     except ApiError as error:
         sentence = f"Previous response with id {id[:MAX_ID_CHARS]!r} not found: responses are kept for a day; send the whole input"
-        raise ApiError(404, sentence, code="previous_response_not_found", parameter="previous_response_id") from error
+        raise ApiError("previous_response_not_found", sentence, parameter="previous_response_id") from error
 
 
 async def _with_referenced(items: list[Item], request: Request) -> list[Item]:
     """Return the conversation with each reference replaced by the item that it names. The item belongs to a kept response of the
     request's API key, or precedes it. Raises ApiError (404) if there is no such item."""
-    known = {item.id: item for item in items if item.type != REFERENCE}
+    by_id = {item.id: item for item in items if item.type != REFERENCE}
     kept, owner = gateway_of(request).responses, key_of(request).name
     for item in reversed(items):  # a later response has the items of those before it
-        if item.id in known or item.type != REFERENCE:
+        if item.id in by_id or item.type != REFERENCE:
             continue
         _, _, place = item.id.partition("_")
         found = None if kept is None else await asyncio.to_thread(kept.find, owner, f"resp_{place.rpartition('_')[0]}")
-        known |= {each.id: each for each in ([] if found is None else found.conversation())}
-        if item.id not in known:
+        by_id |= {each.id: each for each in ([] if found is None else found.conversation())}
+        if item.id not in by_id:
             sentence = f"the item_reference {item.id[:MAX_ID_CHARS]!r} names no item of a kept response: send the item"
             raise ApiError(404, sentence, parameter="input")
-    return [known[item.id] for item in items]
+    return [by_id[item.id] for item in items]
 
 
-async def _kept(id: str, request: Request) -> KeptResponse:
+async def _stored_response(id: str, request: Request) -> StoredResponse:
     """Return the kept response `id` of the request's API key. Raises ApiError (404) if there is none."""
     kept = gateway_of(request).responses
     found = None if kept is None else await asyncio.to_thread(kept.find, key_of(request).name, id)
@@ -285,10 +285,10 @@ def _not_found(id: str) -> ApiError:
 
 
 class _ResponseStyle:
-    def __init__(self, answer: ApiAnswer, asked: ResponsesRequest, keep: Keep | None) -> None:
+    def __init__(self, answer: ApiAnswer, asked: ResponsesRequest, store: Keep | None) -> None:
         self._answer = answer
         self._asked = asked
-        self._keep = keep
+        self._store = store
         self._parts = Parts()
         self._reason: str | None = None
         self._numbers = itertools.count()
@@ -298,10 +298,10 @@ class _ResponseStyle:
         [text] = texts
         self._reason = text.finish_reason
         self._parts = text.parts
-        return await self._kept()
+        return await self._stored_reply()
 
     def events(self, piece: Piece) -> list[NamedEvent]:
-        begins = [] if self._begun else [self._told("created"), self._told("in_progress")]
+        begins = [] if self._begun else [self._response_event("created"), self._response_event("in_progress")]
         self._begun = True
         self._reason = piece.finish_reason
         over = piece.finish_reason is not None
@@ -309,15 +309,15 @@ class _ResponseStyle:
         return [*begins, *(event for step in parts for event in self._step(step))]
 
     async def ending(self) -> Sequence[BaseModel | str]:
-        response = await self._kept()
+        response = await self._stored_reply()
         return [self._event(self._status, response=response.model_dump())]
 
-    async def _kept(self) -> ResponseReply:
+    async def _stored_reply(self) -> ResponseReply:
         """Return the response after it was kept, if it is to be. If that fails, its `store` is false."""
         response = self._response()
-        if self._keep is not None:
+        if self._store is not None:
             try:
-                await asyncio.to_thread(self._keep, response.id, response.model_dump_json().encode())
+                await asyncio.to_thread(self._store, response.id, response.model_dump_json().encode())
             except LocalError as error:
                 log.warning("a response is not kept: %s", error)
                 response.store = False
@@ -354,7 +354,7 @@ class _ResponseStyle:
             events.append(self._event("output_item.done", output_index=part.index, item=item))
         return events
 
-    def _told(self, what: str) -> NamedEvent:
+    def _response_event(self, what: str) -> NamedEvent:
         return self._event(what, response=self._response().model_dump())
 
     def _event(self, what: str, **told: Any) -> NamedEvent:
@@ -403,6 +403,6 @@ class _ResponseStyle:
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[tool.model_dump() for tool in asked.tools or ()],
             top_p=asked.top_p,
-            store=self._keep is not None,
+            store=self._store is not None,
             usage=None if status == IN_PROGRESS else ResponseUsage.of(answer.usage()),
         )

@@ -227,7 +227,7 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
     keys = {"owned": key is not None and key.is_file(), "locked": key is not None and is_locked(key)}
     view = await OwnersView.read(swarm, book, owner_client)
     usual = {field: InviteCommand.model_fields[field].default for field in ("role", "life_s", "uses")}
-    return {**keys, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.told()}
+    return {**keys, "roles": [role.name.lower() for role in roles_of(swarm)], "usual": usual, **view.to_json()}
 
 
 @router.post("/swarms/{name}/invites", response_model=NewInvite)
@@ -240,7 +240,7 @@ async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[s
     with contextlib.suppress(ValueError):  # too long for a QR code
         code = InviteQr(line)
         picture = {"size": code.size, "path": code.svg_path()}
-    return {**guest.told(), "invite": line, "qr": picture}
+    return {**guest.terms(), "invite": line, "qr": picture}
 
 
 @router.post("/swarms/{name}/revocations", response_model=RevocationReply)
@@ -254,7 +254,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
         book = await asyncio.to_thread(_book_beside, _owners_file(swarm))
         ended = (await OwnersView.read(swarm, book, owner_client)).find(wanted.who)
         told = await end_membership(swarm, owner, book, owner_client, ended)
-    return {**ended.told(), "told": told}
+    return {**ended.to_json(), "told": told}
 
 
 def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:

@@ -154,22 +154,22 @@ class SwarmFeed:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: `swarm` with the whole state, then `changes` with the new values, the new and changed peers,
         and the ids of peers that are `gone`."""
-        told, revision = self.picture(), self.client.revision
-        yield _event("swarm", told)
+        last, revision = self.picture(), self.client.revision
+        yield _event("swarm", last)
         silent_s = 0.0
         while not self._ended:
             await asyncio.sleep(SWARM_PERIOD_S)
             silent_s += SWARM_PERIOD_S
             if (self.client.revision, self.history.tokens_per_s, self._sessions()) != (
                 revision,
-                told["tokens_per_s"],
-                told["sessions"],
+                last["tokens_per_s"],
+                last["sessions"],
             ):
                 now, revision = self.picture(), self.client.revision
-                if changes := changes_between(told, now):
+                if changes := changes_between(last, now):
                     yield _event("changes", changes)
                     silent_s = 0.0
-                told = now
+                last = now
             if silent_s >= KEEP_ALIVE_S:
                 yield KEEP_ALIVE
                 silent_s = 0.0
@@ -180,12 +180,12 @@ class SwarmFeed:
         result = self.client.running.get(trace)
         if result is None:
             raise ApiError(404, "no text with this trace is being written here: it may have ended")
-        told: Picture = {}
+        last: Picture = {}
         while not self._ended:
             is_over = trace not in self.client.running
-            if (now := progress_of(trace, result)) != told:
+            if (now := progress_of(trace, result)) != last:
                 yield _event("session", now)
-                told = now
+                last = now
             if is_over:
                 yield _event("over", {"trace": trace})
                 return
@@ -248,9 +248,8 @@ class OwnerAccess:
         presented = request.headers.get(HEADER, "")
         if not _comes_from_here(request) or not secrets.compare_digest(presented.encode(), self.token.encode()):
             raise ApiError(
-                403,
+                "not_owner",
                 "only the owner of this machine sees and controls its nodes: open the address that `swarmnode serve` prints",
-                code="not_owner",
             )
 
 

@@ -87,11 +87,11 @@ def without_peer(address: str) -> str:
     return address if peer is None else address.removesuffix(f"/p2p/{peer}")
 
 
-def of_stranger(told: Sequence[str], peer: PeerId) -> list[str]:
-    """Return those of the addresses `told`, a stranger's, that can lead to `peer`: TCP at the IP address of one machine, without a
-    relay. They have /p2p/ and the peer's id at their ends."""
+def of_stranger(announced: Sequence[str], peer: PeerId) -> list[str]:
+    """Return those of the addresses `announced`, a stranger's, that can lead to `peer`: TCP at the IP address of one machine,
+    without a relay. They have /p2p/ and the peer's id at their ends."""
     good = []
-    for address in told:
+    for address in announced:
         try:
             full = check(with_peer(address, peer), needs_peer=True)
         except UsageError:

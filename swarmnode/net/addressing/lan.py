@@ -34,14 +34,14 @@ class LanDiscovery:
         self._swarm = swarm_id[:SWARM_PREFIX_BYTES].hex()
         self._peer_id = peer_id
         self._own = [address for address in addresses if not is_loopback(address)][:MAX_ADDRESSES]
-        self._found: dict[PeerId, list[str]] = {}
+        self._discovered: dict[PeerId, list[str]] = {}
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._tasks = Tasks("LAN discovery", on_crash=None)  # a peer's next announcement is asked about again
 
     def __repr__(self) -> str:
         state = "announcing" if self._zeroconf is not None else "silent"
-        return f"<LanDiscovery {state} {len(self._own)} addresses, {len(self._found)} peers found>"
+        return f"<LanDiscovery {state} {len(self._own)} addresses, {len(self._discovered)} peers found>"
 
     @classmethod
     async def start(cls, swarm_id: bytes, peer_id: PeerId, addresses: Sequence[str]) -> LanDiscovery:
@@ -75,13 +75,13 @@ class LanDiscovery:
 
     def addresses(self) -> list[str]:
         """Return the multiaddrs of the swarm's other peers on the local network that have not left."""
-        return [address for addresses in self._found.values() for address in addresses]
+        return [address for addresses in self._discovered.values() for address in addresses]
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         peer = name.removesuffix(f".{SERVICE}")
         if state_change is ServiceStateChange.Removed:
-            self._found.pop(peer, None)
-        elif peer != self._peer_id and (len(self._found) < MAX_PEERS or peer in self._found):
+            self._discovered.pop(peer, None)
+        elif peer != self._peer_id and (len(self._discovered) < MAX_PEERS or peer in self._discovered):
             self._tasks.spawn(self._ask(zeroconf, peer, name), f"ask {peer}")
 
     async def _ask(self, zeroconf: Zeroconf, peer: PeerId, name: str) -> None:
@@ -91,8 +91,8 @@ class LanDiscovery:
         properties = service.decoded_properties
         if properties.get("swarm") == self._swarm:
             told = [place for index in range(MAX_ADDRESSES) if (place := properties.get(f"a{index}"))]
-            self._found[peer] = usable(told, peer)
-            log.debug("found on the local network: %s", self._found[peer])
+            self._discovered[peer] = usable(told, peer)
+            log.debug("found on the local network: %s", self._discovered[peer])
 
     async def close(self) -> None:
         """Withdraw the announcement and stop. Calling it again changes nothing."""
@@ -106,6 +106,6 @@ class LanDiscovery:
             self._zeroconf = None
 
 
-def usable(told: Sequence[str], peer: PeerId) -> list[str]:
-    """Return the addresses among `told`, a stranger's, that can lead to `peer` on another machine."""
-    return [address for address in of_stranger(told, peer) if not is_loopback(address)]
+def usable(announced: Sequence[str], peer: PeerId) -> list[str]:
+    """Return the addresses among `announced`, a stranger's, that can lead to `peer` on another machine."""
+    return [address for address in of_stranger(announced, peer) if not is_loopback(address)]

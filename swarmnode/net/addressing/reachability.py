@@ -80,7 +80,7 @@ class Evidence:
         """Remote addresses of peers that connected from the internet without a relay."""
         return [address for address in self.visitors if is_public(address) and not is_relayed(address)]
 
-    def told(self) -> tuple[str, ...]:
+    def sentences(self) -> tuple[str, ...]:
         """Return the evidence as sentences for a user."""
         return (
             f"it has {counted(len(self.direct), 'address')} on the internet ({len(self.own)} its own, the others its router's)",

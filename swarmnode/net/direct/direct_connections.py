@@ -296,14 +296,14 @@ class DirectConnections:
     async def _offer(self, asking: Stream, public: bytes, agreement: Agreement, protocol: str) -> None:
         arrived = asyncio.get_running_loop().create_future()
 
-        def take(prologue: Prologue) -> None:
+        def accept(prologue: Prologue) -> None:
             asking.release_place()  # else both streams would count against the peer's limit of half-open ones
             prologue.say(agreement.welcome)
             seals, opens = agreement.acceptor_key, agreement.opener_key
             self._on_stream(self._begin(prologue, asking.peer, protocol, seals=seals, opens=opens))
             arrived.set_result(None)
 
-        self._listener.expect(agreement.token, take)
+        self._listener.expect(agreement.token, accept)
         try:
             asking.write([OFFER.pack(public, self._listener.port)])
             await asyncio.wait([arrived], timeout=OFFER_TIMEOUT_S)

@@ -30,9 +30,9 @@ from swarmnode.net.kademlia import (
     MAX_SUBKEYS,
     REPLICAS,
     EnoughThere,
-    FoundThere,
     Keepers,
-    LookUp,
+    KeyAnswer,
+    Lookup,
     Population,
     Records,
     RecordStore,
@@ -123,7 +123,7 @@ class TableCalls:
         answer = await self._call(peer, STORE, request, dht_pb2.StoreResponse)
         return None if answer is None else list(answer.store_ok)
 
-    async def find(self, peer: PeerId, keys: Sequence[int]) -> list[FoundThere] | None:
+    async def find(self, peer: PeerId, keys: Sequence[int]) -> list[KeyAnswer] | None:
         """Return the peer's valid records under each key and the peers that it knows near the key. None if it does not answer, or
         is left alone after a failure."""
         if self._failed.pause_s(peer):
@@ -135,7 +135,7 @@ class TableCalls:
         await self._groups.learn(peer)
         return [self._read(key, result) for key, result in zip(keys, answer.results, strict=True)]
 
-    def _read(self, key: int, result: Any) -> FoundThere:
+    def _read(self, key: int, result: Any) -> KeyAnswer:
         nearer = [peer_name(raw) for raw in result.nearest_peer_ids[:BUCKET_PEERS]]
         records: dict[bytes, Record] = {}
         if result.type == dht_pb2.FOUND_DICTIONARY:
@@ -144,7 +144,7 @@ class TableCalls:
                 records = {subkey: Record(value, expires_at) for subkey, value, expires_at in packed}
             except DECODE_ERRORS as error:
                 log.debug("an answer of the table cannot be read: %s", error)
-        return FoundThere(_believed(self._valid, key, records), [peer for peer in nearer if peer])
+        return KeyAnswer(_believed(self._valid, key, records), [peer for peer in nearer if peer])
 
     async def _call(self, peer: PeerId, name: str, request: Any, answer_type: type) -> Any:
         try:
@@ -157,19 +157,19 @@ class TableCalls:
             return None
         self._failed.succeeded(peer)
         if answer.peer.node_id:
-            await self._heard(peer)
+            await self._record_contact(peer)
         return answer
 
     # -- known peers
 
-    async def _heard(self, peer: PeerId) -> None:
+    async def _record_contact(self, peer: PeerId) -> None:
         """Note a call or answer of a peer of the table: enter it into the routing table, and give a newcomer the records that it
         should keep."""
         group = await self._groups.learn(peer)
         if self._closed:
             return
         new = peer not in self._routing_table
-        doubtful = self._routing_table.heard(peer, group)
+        doubtful = self._routing_table.record_contact(peer, group)
         if doubtful is not None:
             self._tasks.spawn(self.ping(doubtful), f"ask whether {doubtful} lives")
         if new and not self._client_mode and peer not in self._handed_over:
@@ -198,9 +198,9 @@ class TableCalls:
         """Return the calling peer and its address group. Raises PermissionError if it calls too often."""
         peer: PeerId = context.remote_id.to_base58()
         claimant = Claimant(await self._groups.learn(peer), peer)
-        await _take_turn(self._calls, claimant)
+        await _await_turn(self._calls, claimant)
         if info.node_id:
-            await self._heard(peer)
+            await self._record_contact(peer)
         return claimant
 
     async def _answer_ping(self, request: dht_pb2.PingRequest, context: Any) -> dht_pb2.PingResponse:
@@ -212,10 +212,10 @@ class TableCalls:
         rows = list(zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True))
         if len(rows) > MAX_STORES or any(len(key) != KEY_BYTES for key, *_ in rows):
             raise ValueError(f"more than {MAX_STORES} records, or keys of a wrong length")
-        taken = [self._keep(int.from_bytes(key, "big"), *rest, claimant=claimant) for key, *rest in rows]
+        taken = [self._accept_record(int.from_bytes(key, "big"), *rest, claimant=claimant) for key, *rest in rows]
         return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
 
-    def _keep(self, key: int, subkey: bytes, value: bytes, expires_at: float, *, claimant: Claimant) -> bool:
+    def _accept_record(self, key: int, subkey: bytes, value: bytes, expires_at: float, *, claimant: Claimant) -> bool:
         valid = _believed(self._valid, key, {subkey: Record(value, expires_at)})
         return bool(valid) and self._store.store(key, subkey, value, expires_at, claimant)
 
@@ -236,7 +236,7 @@ class TableCalls:
             result.nearest_peer_ids.extend(peer_bytes(peer) for peer in nearest[:BUCKET_PEERS])
             answer.results.append(result)
             left_bytes -= len(result.value)
-        await _take_turn(self._answers_bytes, claimant, answer.ByteSize())
+        await _await_turn(self._answers_bytes, claimant, answer.ByteSize())
         return answer
 
 
@@ -250,7 +250,7 @@ def _believed(valid: RecordValidator | None, key: int, records: Records) -> dict
     }
 
 
-async def _take_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) -> None:
+async def _await_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) -> None:
     wait_s = pace.wait_s(claimant, amount, within_s=PATIENCE_S)
     if wait_s > PATIENCE_S:
         raise PermissionError("too many calls; slower")
@@ -327,7 +327,7 @@ class EngineDht(Dht):
     async def explore(self) -> None:
         """Look for the neighbours in the table, starting with the known peers. Does nothing while p2pd is down."""
         if self._calls is not None:
-            await self._look_up({node_id(self._peer): {}})
+            await self._lookup({node_id(self._peer): {}})
 
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
         self._running()
@@ -351,7 +351,7 @@ class EngineDht(Dht):
         return taken and (not ours or self._store.store(key, subkey, record.value, record.expires_at, own))
 
     async def _find_keepers(self, key: int) -> Sequence[PeerId]:
-        return (await self._look_up({key: {}})).nearest(key, REPLICAS)
+        return (await self._lookup({key: {}})).nearest(key, REPLICAS)
 
     async def get(
         self, keys: Sequence[bytes], *, enough: Enough | None = None
@@ -360,21 +360,21 @@ class EngineDht(Dht):
         keys_at = {key_id(key): key for key in keys}
         kept = {place: self._store.get(place) for place in keys_at}
         is_enough = None if enough is None else lambda place, records: enough(keys_at[place], records)
-        found = await self._while_running(self._look_up(kept, is_enough))
+        found = await self._while_running(self._lookup(kept, is_enough))
         # those that are still valid, this peer's own included: a membership may have ended a moment ago
         return {key: _believed(self._valid, place, found.records(place)) for place, key in keys_at.items()}
 
     async def population(self) -> float:
         self._running()
         place = self._population.next_place()
-        found = await self._while_running(self._look_up({place: {}}))
+        found = await self._while_running(self._lookup({place: {}}))
         self._population.saw(place, found.nearest(place, BUCKET_PEERS))
         return self._population.peers
 
-    async def _look_up(self, kept: Mapping[int, Records], enough: EnoughThere | None = None) -> LookUp:
+    async def _lookup(self, own_records: Mapping[int, Records], enough: EnoughThere | None = None) -> Lookup:
         calls = self._running()
-        return await LookUp(
-            self._peer, kept, self._routing_table.nearest, calls.find, self._groups.of, enough=enough
+        return await Lookup(
+            self._peer, own_records, self._routing_table.nearest, calls.find, self._groups.of, enough=enough
         ).run()
 
     async def _while_running(self, work: Coroutine[Any, Any, T]) -> T:

@@ -121,7 +121,9 @@ class Engine(Network):
         self._control: P2pdControl | None = None
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
-        self._known: Recent[PeerId, str] = Recent(MAX_KNOWN_PEERS)  # addresses that led into the DHT, for restarts
+        self._entry_addresses: Recent[PeerId, str] = Recent(
+            MAX_KNOWN_PEERS
+        )  # addresses that led into the DHT, for restarts
         self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # other connected peers came by themselves
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # a peer that stays alone dials again
@@ -210,8 +212,10 @@ class Engine(Network):
                     raise LocalError(f"p2pd ended and does not come up again: {error}; start the node again") from error
                 continue
             failed = 0
-            if self._known:
-                self._dialling.spawn(self.connect(list(self._known.values()), timeout_s=REJOIN_TIMEOUT_S), "rejoin")
+            if self._entry_addresses:
+                self._dialling.spawn(
+                    self.connect(list(self._entry_addresses.values()), timeout_s=REJOIN_TIMEOUT_S), "rejoin"
+                )
 
     def _running(self) -> P2pdControl:
         if self._control is None:
@@ -318,7 +322,7 @@ class Engine(Network):
         except (NetworkDown, PeerLost) as error:
             log.debug("%s", error)
             return False
-        self._known[peer] = address
+        self._entry_addresses[peer] = address
         self._dialling.spawn(self._dht.explore(), "explore the DHT")
         return True
 

@@ -40,16 +40,16 @@ class AddressGroups:
 
     def __init__(self, connected: Connected) -> None:
         self._connected = connected
-        self._known: Recent[PeerId, str] = Recent(MOST_GROUPS)
+        self._groups: Recent[PeerId, str] = Recent(MOST_GROUPS)
         self._asking: asyncio.Task[None] | None = None
 
     def of(self, peer: PeerId) -> str:
         """Return the group of a peer; its id if the group is not known."""
-        return self._known.get(peer, peer)
+        return self._groups.get(peer, peer)
 
     async def learn(self, peer: PeerId) -> str:
         """Return the group of a connected peer, asking p2pd if needed; its id if the peer is not connected or p2pd is gone."""
-        if peer not in self._known:
+        if peer not in self._groups:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask(), name="address groups")
             await asyncio.shield(self._asking)
@@ -62,7 +62,7 @@ class AddressGroups:
             return
         for peer, addresses in connected.items():
             direct = [address for address in addresses if not is_relayed(address)]
-            self._known[peer] = address_group((direct or list(addresses) or [""])[0]) or peer
+            self._groups[peer] = address_group((direct or list(addresses) or [""])[0]) or peer
 
 
 def peer_name(raw: bytes) -> PeerId:

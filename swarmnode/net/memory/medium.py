@@ -177,7 +177,7 @@ class Island:
         self.peers = set(peers)
         self.records: dict[bytes, dict[bytes, Record]] = {}
 
-    def keep(self, key: bytes, subkey: bytes, record: Record) -> bool:
+    def store(self, key: bytes, subkey: bytes, record: Record) -> bool:
         """Keep a record; return False, changing nothing, if one that expires later, or at the same time, is there."""
         known = self.records.setdefault(key, {}).get(subkey)
         if known is not None and known.expires_at >= record.expires_at:
@@ -190,7 +190,7 @@ class Island:
         self.peers |= other.peers
         for key, records in other.records.items():
             for subkey, record in records.items():
-                self.keep(key, subkey, record)
+                self.store(key, subkey, record)
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class Medium:
         """Return the latency, rate and loss from `source` to `target`: the set path, else the default one."""
         return self._paths.get((source, target), self.default_path)
 
-    def set_path(self, one: PeerId, other: PeerId, path: Path, back: Path | None = None) -> None:
-        """Set the path from `one` to `other`, and `back` (by default the same) in the other direction."""
-        self._paths[one, other], self._paths[other, one] = path, back or path
+    def set_path(self, source: PeerId, other: PeerId, path: Path, back: Path | None = None) -> None:
+        """Set the path from `source` to `other`, and `back` (by default the same) in the other direction."""
+        self._paths[source, other], self._paths[other, source] = path, back or path
 
     def hang(self, peer: PeerId) -> None:
         """Let a peer hang as by SIGSTOP, seen from outside: data to and from it stays on the way, and its own timers continue."""

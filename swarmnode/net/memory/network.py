@@ -101,9 +101,9 @@ class FakeWorld(Medium):
         self._networks.pop(peer, None)
         self._connections = {pair for pair in self._connections if peer not in pair}
 
-    def note_connection(self, one: PeerId, other: PeerId) -> None:
+    def record_connection(self, peer: PeerId, other: PeerId) -> None:
         """Record that two peers are connected, for as long as both live."""
-        self._connections.add(frozenset((one, other)))
+        self._connections.add(frozenset((peer, other)))
 
     def connected(self, peer: PeerId) -> set[PeerId]:
         """Return the peers connected with `peer`."""
@@ -121,7 +121,7 @@ class FakeDht(Dht):
         if not self._network.believes(key, subkey, value, expires_at):
             return False
         takers = [other for other in others if other.believes(key, subkey, value, expires_at)]
-        return self._network.island.keep(key, subkey, Record(value, expires_at)) and bool(takers)
+        return self._network.island.store(key, subkey, Record(value, expires_at)) and bool(takers)
 
     async def get(
         self, keys: Sequence[bytes], *, enough: Enough | None = None
@@ -186,13 +186,13 @@ class FakeNetwork(Network):
         known = peer in self.island.peers | self._world.connected(self.peer_id)
         if target is None or not (known or target.address in of_stranger(addresses, peer)):
             raise PeerLost(f"peer {peer} cannot be reached", peer=peer)
-        self._note_dialled(peer)
+        self._record_dialled(peer)
         near, far = connect(self.peer_id, peer, protocol, self._world.deliver)
         target.accept(far)
-        self._keep(near)
+        self._add_stream(near)
         return near
 
-    def _keep(self, stream: FakeStream) -> None:
+    def _add_stream(self, stream: FakeStream) -> None:
         self._streams = [stream, *(other for other in self._streams if not other.over)]
 
     async def _round_trip(self, peer: PeerId) -> None:
@@ -209,7 +209,7 @@ class FakeNetwork(Network):
         if not self._limits.enter(stream):
             stream.abort()
             return
-        self._keep(stream)
+        self._add_stream(stream)
         self._tasks.spawn(self._handle(handler, stream), stream.protocol)
 
     async def _handle(self, handler: StreamHandler, stream: FakeStream) -> None:
@@ -248,7 +248,7 @@ class FakeNetwork(Network):
         other = self._world.find(peer)
         if other is None:
             return False
-        self._note_dialled(peer)
+        self._record_dialled(peer)
         if other.client_mode or not await self._is_answered_by(other):
             return False
         if self.client_mode:
@@ -260,9 +260,9 @@ class FakeNetwork(Network):
                     network.island = other.island
         return True
 
-    def _note_dialled(self, peer: PeerId) -> None:
+    def _record_dialled(self, peer: PeerId) -> None:
         self._dialled.add(peer)
-        self._world.note_connection(self.peer_id, peer)
+        self._world.record_connection(self.peer_id, peer)
 
     async def connected(self) -> set[PeerId]:
         self._check_up()

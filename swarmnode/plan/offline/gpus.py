@@ -53,7 +53,7 @@ class LayerTimes:
 
 
 @lru_cache
-def known_gpus() -> Mapping[str, Gpu]:
+def gpus_by_name() -> Mapping[str, Gpu]:
     """Return all cards of the datasheet table, by name."""
     rows = csv.DictReader(io.StringIO(_read(SPEEDS_FILE)))
     return {
@@ -72,9 +72,9 @@ def find_gpu(name: str | None) -> Gpu | None:
     if name is None:
         return None
     words = _words(name)
-    fitting = [gpu for gpu in known_gpus().values() if words >= _words(gpu.name)]
+    fitting = [gpu for gpu in gpus_by_name().values() if words >= _words(gpu.name)]
     if not fitting:  # "H100" may be either: the slower one, which comes first
-        fitting = [gpu for gpu in known_gpus().values() if words and words <= _words(gpu.name)]
+        fitting = [gpu for gpu in gpus_by_name().values() if words and words <= _words(gpu.name)]
     return max(fitting, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 

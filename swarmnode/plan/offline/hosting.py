@@ -364,8 +364,8 @@ class Planner:
         return rooms
 
 
-def _better(one: Hosting | None, other: Hosting | None, holders: int) -> Hosting | None:
-    return min(filter(None, (one, other)), key=lambda hosting: hosting.counted_s(holders), default=None)
+def _better(first: Hosting | None, other: Hosting | None, holders: int) -> Hosting | None:
+    return min(filter(None, (first, other)), key=lambda hosting: hosting.counted_s(holders), default=None)
 
 
 def hop_s(network: Scenario, here: Members, there: Members, size_bytes: float) -> float:

@@ -199,9 +199,9 @@ CONSIDERED = 48
 
 
 def shortlist(
-    view: View, client: PeerId | None, span: Span, keep: frozenset[PeerId] = frozenset(), considered: int = CONSIDERED
+    view: View, client: PeerId | None, span: Span, retain: frozenset[PeerId] = frozenset(), considered: int = CONSIDERED
 ) -> View:
-    """Return the view with about `considered` peers, drawn at random by the client's id, and those in `keep`.
+    """Return the view with about `considered` peers, drawn at random by the client's id, and those in `retain`.
 
     More are drawn until each layer of `span` has two ready holders. A view of at most four times `considered` peers is
     returned unchanged.
@@ -209,7 +209,7 @@ def shortlist(
     if len(view.peers) <= 4 * considered:
         return view
     chance = random.Random(str(client))
-    drawn: list[PeerView] = [peer for peer in view.peers if peer.peer in keep] if keep else []
+    drawn: list[PeerView] = [peer for peer in view.peers if peer.peer in retain] if retain else []
     while len(drawn) < len(view.peers):
         drawn += chance.sample(view.peers, min(considered, len(view.peers)))
         chosen = tuple({peer.peer: peer for peer in drawn}.values())
@@ -246,7 +246,7 @@ def find_route(
     client: PeerId | None = None,
     ring: bool = True,
     avoid: Collection[PeerId] = (),
-    keep: Sequence[HopSpec] = (),
+    retain: Sequence[HopSpec] = (),
     size: SessionSize = SessionSize(),
     config: RoutingConfig = RoutingConfig(),
 ) -> Route:
@@ -269,7 +269,7 @@ def find_route(
         NoRoute: Some layer has no ready holder outside `avoid`. The text names the layers.
     """
     request = Request(units or Span(0, view.units), client, ring)
-    candidates = _candidates(view, request, avoid, keep, size, config)
+    candidates = _candidates(view, request, avoid, retain, size, config)
     _check_covered(view, candidates, request.span, avoid)
     route = _spread(view, candidates, request, config, MAX_SPLITS)
     assert route is not None, "covered units always have a route"
@@ -280,7 +280,7 @@ def _candidates(
     view: View,
     request: Request,
     avoid: Collection[PeerId],
-    keep: Sequence[HopSpec],
+    retain: Sequence[HopSpec],
     size: SessionSize,
     config: RoutingConfig,
 ) -> list[Candidate]:
@@ -288,14 +288,14 @@ def _candidates(
     clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
     drafting = {name for name, peer in ready.items() if peer.has_drafts(size.proposer)}
-    kept = [
+    retained = [
         Candidate(
             hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), True, hop.peer in drafting
         )
-        for hop in keep
+        for hop in retain
         if hop.peer in ready and _within(Span(hop.start, hop.end), ready[hop.peer].span)
     ]
-    replay_s = config.replay_s if kept else 0.0
+    replay_s = config.replay_s if retained else 0.0
     fresh = [
         Candidate(
             peer.peer,
@@ -305,7 +305,7 @@ def _candidates(
         )
         for peer in ready.values()
     ]
-    clipped = [clip for candidate in [*kept, *fresh] if (clip := _clip(candidate, request.span))]
+    clipped = [clip for candidate in [*retained, *fresh] if (clip := _clip(candidate, request.span))]
     return sorted(clipped, key=lambda candidate: (not candidate.exact, draw(request.client, candidate.peer)))
 
 

@@ -328,7 +328,7 @@ class RowLoad:
         self._share = 0.0
         self._until_s = 0.0
 
-    def note(self, ended_s: float, rows_s: float) -> None:
+    def record(self, ended_s: float, rows_s: float) -> None:
         """Record that a pass ended at `ended_s`, of which rows took `rows_s` seconds."""
         self._share = self.share(ended_s) + rows_s / OVER_S
         self._until_s = ended_s

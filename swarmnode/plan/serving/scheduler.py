@@ -38,14 +38,14 @@ KEPT = 0.97  # of the weight of all earlier passes, at each new one
 
 
 class PassCost:
-    """Learnt seconds of a pass, `fixed_s + positions * position_s`; both are zero before the first `note`."""
+    """Learnt seconds of a pass, `fixed_s + positions * position_s`; both are zero before the first `record`."""
 
     def __init__(self) -> None:
         self.position_s = 0.0  # of each further position: all of the time is theirs where all passes were alike
         self.fixed_s = 0.0  # of a pass, however short
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over passes: x positions, y seconds
 
-    def note(self, positions: int, took_s: float) -> None:
+    def record(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions took `took_s` seconds."""
         x, y = float(positions), took_s
         self._weight = KEPT * self._weight + 1.0
@@ -208,7 +208,7 @@ class PassScheduler:
         backlog.prompt = max(backlog.prompt, backlog.positions)
         backlog.stages_after = stages_after
 
-    def take_back(self, session: int, positions: int) -> None:
+    def retract(self, session: int, positions: int) -> None:
         """Remove `positions` from the backlog of a session: guesses that turned out to be wrong before they were computed."""
         backlog = self._backlogs[session]
         backlog.positions -= positions
@@ -275,7 +275,7 @@ class PassScheduler:
 
     def ran(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
-        self.cost.note(positions, took_s)
+        self.cost.record(positions, took_s)
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
         """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows

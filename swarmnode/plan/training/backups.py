@@ -18,6 +18,7 @@ from swarmnode.net.addressing.addresses import wide_group
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import draw
 from swarmnode.swarm.records.announcement import Announcement, State
+from swarmnode.swarm.records.run import is_checkpoint
 from swarmnode.swarm.storage.state_store import STRIDES
 
 UPLINK_SHARE = 0.25  # the largest share of a node's uplink for backups
@@ -88,11 +89,11 @@ def next_step(steps: Sequence[int], last: int, checkpoint_steps: int, end: int, 
     """Return the newest step on this disk to send now that step `last` (-1: none) has been sent; None if there is no newer
     checkpoint or none at the stride that the sender can keep up with. `late`: the expected number of checkpoints that come
     during one transfer."""
-    named = [step for step in steps if step % checkpoint_steps == 0 or step == end]
+    named = [step for step in steps if is_checkpoint(step, checkpoint_steps, end)]
     newest = max(named, default=-1)
     if newest <= last:
         return None
     behind = max(late, (newest - last) // checkpoint_steps if last >= 0 else 1)
     stride = next((stride for stride in STRIDES if behind <= stride), STRIDES[-1])
-    able = [step for step in named if step > last and (step % (stride * checkpoint_steps) == 0 or step == end)]
+    able = [step for step in named if step > last and is_checkpoint(step, stride * checkpoint_steps, end)]
     return max(able, default=None)

@@ -124,14 +124,14 @@ class Coordination:
 
 @dataclass(frozen=True)
 class HoldingReport:
-    """A peer's place in a run: the `step` in memory if `ready`, and the steps `kept` on disk. `reduced`: the peer has the
+    """A peer's place in a run: the `step` in memory if `ready`, and the steps `stored_steps` on disk. `reduced`: the peer has the
     step's gradients and only waits for the command to commit `step`."""
 
     span: Span
     step: int
     ready: bool
     reduced: bool = False
-    kept: frozenset[int] = frozenset()
+    stored_steps: frozenset[int] = frozenset()
     founded: bool = False  # began the run with the parameters of the swarm's foundation
 
 
@@ -150,16 +150,16 @@ class RecoveryPlan:
     anew: bool = False
 
 
-def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from: int) -> RecoveryPlan | None:
+def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, stored_from: int) -> RecoveryPlan | None:
     """Return the plan that takes all peers back to step 0, as the last resort: from disk if some peer keeps step 0, else
     from the parameters of the swarm's foundation. The latter needs more than half of the peers beyond step 0 to report that
     the run began there.
 
-    None if neither is possible, layers have no holder, or a peer has reached step `kept_from`, which all peers write to disk:
+    None if neither is possible, layers have no holder, or a peer has reached step `stored_from`, which all peers write to disk:
     a peer that is away may still have it.
     """
-    kept = {step for report in reports.values() for step in report.kept}
-    if max(kept | {report.step for report in reports.values()}, default=0) >= kept_from:
+    kept = {step for report in reports.values() for step in report.stored_steps}
+    if max(kept | {report.step for report in reports.values()}, default=0) >= stored_from:
         return None
     if 0 in kept:
         again = _covering(units, reports, 0, disk=True)
@@ -180,7 +180,7 @@ def plan_recovery(units: int, reports: Mapping[PeerId, HoldingReport], *, roll_b
     here = _covering(units, reports, newest)
     if not here.missing or not roll_back:
         return here
-    kept = {step for report in reports.values() for step in report.kept if step > 0}
+    kept = {step for report in reports.values() for step in report.stored_steps if step > 0}
     alive = {report.step for report in reports.values() if report.ready and report.step > 0}
     for step in sorted(kept | alive, reverse=True):
         back = _covering(units, reports, step, disk=True)
@@ -198,7 +198,7 @@ def _covering(units: int, reports: Mapping[PeerId, HoldingReport], step: int, *,
     stay = those(lambda report: report.ready and report.step == step)
     told = bool(stay)  # the command to commit names the gradient's norm, known only to peers that have received it
     commit = those(lambda report: told and report.ready and report.reduced and report.step == step - 1)
-    restore = those(lambda report: disk and step in report.kept) - stay - commit
+    restore = those(lambda report: disk and step in report.stored_steps) - stay - commit
     able = stay | commit | restore
     held = {unit for peer in able for unit in range(*reports[peer].span)}
     missing = tuple(unit for unit in range(units) if unit not in held)

@@ -191,19 +191,22 @@ def _groups(forecast: StepForecast) -> Iterator[Indexes]:
         yield order_N[member_N[order_N] > 0]
 
 
-def _laid(forecast: StepForecast, one: _Shape, capacity_N: Indexes) -> Sequence[StageLayout]:
+def _laid(forecast: StepForecast, shape: _Shape, capacity_N: Indexes) -> Sequence[StageLayout]:
     """Return the layouts of one shape: whole pipelines in each cluster; whole stages in clusters, for gradients that weigh
     more than activations; and a stage for each of the fastest teams."""
-    able, count = one.able.tolist(), len(one.stages)
-    pipelines = _along(forecast, one.stages, able)
+    able, count = shape.able.tolist(), len(shape.stages)
+    pipelines = _along(forecast, shape.stages, able)
     whole_stages = (
-        _across(forecast, one.stages, able, numbers) for numbers in _stage_numbers(forecast, one.stages, one.able)
+        _across(forecast, shape.stages, able, numbers) for numbers in _stage_numbers(forecast, shape.stages, shape.able)
     )
-    layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
-    clusters = {int(size) for size in forecast.clusters.sizes(one.able).flat if size > HOLDERS}
-    sizes = {HOLDERS, len(one.able) // count, *clusters}
-    for holders in sorted(size for size in sizes if 0 < size * count <= len(one.able)):
-        teams = _teams(forecast, one.able, holders, count)
+    layouts = [
+        pipelines,
+        *(shape for shape in whole_stages if shape.least_holders >= min(HOLDERS, pipelines.least_holders)),
+    ]
+    clusters = {int(size) for size in forecast.clusters.sizes(shape.able).flat if size > HOLDERS}
+    sizes = {HOLDERS, len(shape.able) // count, *clusters}
+    for holders in sorted(size for size in sizes if 0 < size * count <= len(shape.able)):
+        teams = _teams(forecast, shape.able, holders, count)
         layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
     return layouts
 

@@ -104,7 +104,7 @@ class FirstPlaces:
         self._places: object = None
         self._still_until_s = 0.0
 
-    def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
+    def record(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
         """Note the present places. `elsewhere`: whether a move of all peers pays. If so the moves are awaited, until no peer is
         on its way, or no peer has changed its place for `patience_s`."""
         on_the_way = any(peer.span.units and peer.state in ON_THE_WAY for peer in peers)
@@ -200,7 +200,7 @@ class TrainingRule:
             resettling = _soonest(forecast, layouts, peers, stay_s, LOADED_SHARE)
             elsewhere = _pays_to_load(forecast, resettling, peers, move_policy)
             patience_s = SEEN_S + _turns_s(move_policy, view)
-            self.first_places.note(view.peers, elsewhere=elsewhere and self.under_way(), patience_s=patience_s)
+            self.first_places.record(view.peers, elsewhere=elsewhere and self.under_way(), patience_s=patience_s)
             if not elsewhere:
                 return alone()
             layout = resettling.layout

@@ -33,7 +33,7 @@ from swarmnode.plan.offline.grid import dendrogram
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.span_placement import REAL_CHANGE
 from swarmnode.plan.training.averaging import AveragingNetwork, fastest, part_shares, sharings_of
-from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, set_at_once, wire
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import Action, VirtualClock
 
@@ -62,7 +62,7 @@ class Way(IntEnum):
     FORWARD = 1
 
 
-class Bench:
+class PassQueue:
     """Computation of a peer in a step: one pass at a time, gradients before new microbatches. `began`: called with the
     seconds of each pass as it begins."""
 
@@ -75,7 +75,7 @@ class Bench:
         self._is_stopped = False
 
     def submit(self, way: Way, takes_s: float, done: Action) -> None:
-        """Queue a pass of `takes_s` seconds in the direction `way`, and call `done` after it."""
+        """Queue a pass of `duration_s` seconds in the direction `way`, and call `done` after it."""
         heapq.heappush(self._jobs, (way, next(self._numbers), takes_s, done))
         if not self._is_busy:
             self._next()
@@ -102,16 +102,16 @@ class Bench:
 
 
 class Passage(ABC):
-    """A microbatch on its way over the `benches` of its route: forward, and its gradient back. `counted`: the hops that have its
+    """A microbatch on its way over the `queues` of its route: forward, and its gradient back. `counted`: the hops that have its
     gradient."""
 
-    def __init__(self, benches: Sequence[Bench]) -> None:
-        self._benches = benches
+    def __init__(self, queues: Sequence[PassQueue]) -> None:
+        self._queues = queues
         self.counted: set[int] = set()
         self.called_back = False
 
     @abstractmethod
-    def takes_s(self, way: Way, hop: int) -> float:
+    def duration_s(self, way: Way, hop: int) -> float:
         """Return the seconds that a microbatch takes at a hop, in the direction `way`."""
 
     @abstractmethod
@@ -124,14 +124,14 @@ class Passage(ABC):
 
     def arrived(self, way: Way, hop: int) -> None:
         """Queue the microbatch at hop `hop`, to be computed in the direction `way`."""
-        self._benches[hop].submit(way, self.takes_s(way, hop), partial(self._computed, way, hop))
+        self._queues[hop].submit(way, self.duration_s(way, hop), partial(self._computed, way, hop))
 
     def _computed(self, way: Way, hop: int) -> None:
         if self.called_back:
             return
         if way is Way.BACKWARD:
             self.counted.add(hop)
-        if way is Way.FORWARD and hop + 1 == len(self._benches):
+        if way is Way.FORWARD and hop + 1 == len(self._queues):
             self.arrived(Way.BACKWARD, hop)
         elif way is Way.BACKWARD and hop == 0:
             self.done()
@@ -145,8 +145,8 @@ class _Play:
     def __init__(self, units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> None:
         self.workers = {peer: replace(worker, booked_units=0, in_flight=0) for peer, worker in workers.items()}
         self._transfers, self._clock = transfers.idle(), VirtualClock()
-        keep_busy(units, self.workers, self._transfers)
-        self.benches = {peer: Bench(self._clock) for peer in workers}
+        set_at_once(units, self.workers, self._transfers)
+        self.queues = {peer: PassQueue(self._clock) for peer in workers}
         self.lines = transfers.lines(self._clock)
         self._fixed: Sequence[PeerId | None] = [None] * units
         self._left = microbatches
@@ -178,10 +178,10 @@ class _PlayedMicrobatch(Passage):
     """Microbatch of a simulated step on its route through the stages."""
 
     def __init__(self, play: _Play, route: Sequence[Wire]) -> None:
-        super().__init__([play.benches[peer] for peer, _ in route])
+        super().__init__([play.queues[peer] for peer, _ in route])
         self._play, self._route = play, route
 
-    def takes_s(self, way: Way, hop: int) -> float:
+    def duration_s(self, way: Way, hop: int) -> float:
         """Return the seconds that the stage at `hop` computes for this microbatch in one direction: its share of the forward and
         backward pass."""
         peer, span = self._route[hop]
@@ -456,8 +456,8 @@ class StepForecast:
         return _mean(sent_LN * self.line_N + path_LN, AVERAGING_SHARPNESS)
 
 
-def _are_alike(one: Floats, other: Floats, least: float = 0.0) -> bool:
-    return bool(((one <= REAL_CHANGE * other + least) & (other <= REAL_CHANGE * one + least)).all())
+def _are_alike(first: Floats, other: Floats, least: float = 0.0) -> bool:
+    return bool(((first <= REAL_CHANGE * other + least) & (other <= REAL_CHANGE * first + least)).all())
 
 
 def _mean(seconds_WX: Floats, sharpness: int) -> Floats:

@@ -47,7 +47,7 @@ class OutstandingLease:
     number: int
     route: tuple[tuple[PeerId, Span], ...]
     trainer: PeerId = ""
-    given_at_s: float = 0.0
+    issued_at_s: float = 0.0
     until_s: float = math.inf
     called_back: bool = False
     releasing: set[PeerId] = field(default_factory=set)

@@ -66,10 +66,10 @@ class Transfers:
         for one, other in self._apart:
             self._part(one, other)
 
-    def keep_apart(self, one: PeerId, other: PeerId) -> bool:
+    def separate(self, peer: PeerId, other: PeerId) -> bool:
         """Let two peers hand nothing to each other as long as there is another route. Returns whether this is new. Of more than
         MAX_APART pairs the first one is forgotten."""
-        pair = min(one, other), max(one, other)
+        pair = min(peer, other), max(peer, other)
         if pair in self._apart:
             return False
         self._apart[pair] = None
@@ -81,9 +81,9 @@ class Transfers:
         self._apart.clear()
         self._apart_NN[:] = 0.0
 
-    def _part(self, one: PeerId, other: PeerId) -> None:
-        if self._number.keys() >= {one, other}:
-            self._apart_NN[self._at(one), self._at(other)] = self._apart_NN[self._at(other), self._at(one)] = APART_S
+    def _part(self, peer: PeerId, other: PeerId) -> None:
+        if self._number.keys() >= {peer, other}:
+            self._apart_NN[self._at(peer), self._at(other)] = self._apart_NN[self._at(other), self._at(peer)] = APART_S
 
     def book(self, route: Sequence[PeerId], change: int) -> None:
         """Book (`change` 1) or release (-1) a microbatch on the paths along `route`, in both directions."""
@@ -286,7 +286,7 @@ def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Tr
             worker.in_flight += change
 
 
-def keep_busy(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers) -> None:
+def set_at_once(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers) -> None:
     """Set `at_once` of each worker: `QUEUES` times the microbatches that it computes while one goes through all stages and back,
     plus one. Nothing changes if some layer has no holder."""
     idle = {peer: replace(worker, booked_units=0, in_flight=0, at_once=0, window=0) for peer, worker in workers.items()}

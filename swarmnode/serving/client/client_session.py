@@ -90,35 +90,35 @@ async def as_it_is(opened: Open) -> Open:
     return opened
 
 
-class ToldCodecs:
+class ReportedCodecs:
     """Codecs that the hops of one session chose and reported, by the layer that the states enter."""
 
-    def __init__(self, first: Codec, told: Iterable[LinkCodec] = ()) -> None:
+    def __init__(self, first: Codec, reported: Iterable[LinkCodec] = ()) -> None:
         self._first = first
         self._schedules: dict[int, CodecSchedule] = {}
-        for one in told:
-            self._note(one)
+        for one in reported:
+            self._apply(one)
 
     @property
-    def told(self) -> tuple[LinkCodec, ...]:
+    def link_codecs(self) -> tuple[LinkCodec, ...]:
         """Return all codecs that hops chose, as an OPEN message carries them to a new hop."""
         schedules = self._schedules.items()
         return tuple(LinkCodec(unit, start, codec) for unit, one in schedules for start, codec in one.changes)
 
-    def hear(self, told: LinkCodec, route: Sequence[HopSpec], max_length: int) -> None:
+    def record(self, choice: LinkCodec, route: Sequence[HopSpec], max_length: int) -> None:
         """Note a hop's choice of a codec.
 
         A choice is ignored if no hop of `route` can have made it, or if an OPEN has no room for it: no other peer could
         take over from that hop.
         """
-        is_between = told.unit in {hop.end for hop in route[:-1]} and told.codec in SERVING_CODECS
-        if is_between and told.start < max_length and len(self.told) < MAX_LINK_CODECS:
-            self._note(told)
+        is_between = choice.unit in {hop.end for hop in route[:-1]} and choice.codec in SERVING_CODECS
+        if is_between and choice.start < max_length and len(self.link_codecs) < MAX_LINK_CODECS:
+            self._apply(choice)
 
-    def _note(self, told: LinkCodec) -> None:
-        schedule = self._schedules.setdefault(told.unit, CodecSchedule(self._first))
+    def _apply(self, choice: LinkCodec) -> None:
+        schedule = self._schedules.setdefault(choice.unit, CodecSchedule(self._first))
         if not schedule.full:
-            schedule.change(told.start, Codec(told.codec))
+            schedule.change(choice.start, Codec(choice.codec))
 
     def truncate(self, to: int) -> None:
         """Forget the choices for positions from `to` on, which will be sent again."""
@@ -167,7 +167,7 @@ class ClientSession:
         self._expected = 0  # position of the next output
         self._wanted = 1  # number of positions that it covers
         self._drawn: list[int] = []  # drawn tokens, in RING mode
-        self.known = 0  # outputs for positions below this one came over earlier routes
+        self.received_end = 0  # outputs for positions below this one came over earlier routes
         self._truncate: Truncate | None = (
             None  # before the first input of another text: cuts what the texts do not share
         )
@@ -180,7 +180,7 @@ class ClientSession:
         self._tainted = False  # whether a hop may hold positions that no honest peer made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, PeerError]] = asyncio.Queue()
-        self._codecs = ToldCodecs(self.spec.codec, self.spec.codecs)
+        self._codecs = ReportedCodecs(self.spec.codec, self.spec.codecs)
         self._blame = Blame(self.clock, avoid_s=self.config.avoid_s)
         self._last_progress_s = self.clock()
         self._tasks = Tasks(f"session {self.trace_id.hex()[:8]}", on_crash=self._crashed)
@@ -193,7 +193,7 @@ class ClientSession:
     @property
     def settled(self) -> SessionSpec:
         """Specification with the codecs that the hops actually used, and without guesses, for computing the session again."""
-        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told, proposer="")
+        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.link_codecs, proposer="")
 
     @property
     def length(self) -> int:
@@ -210,10 +210,10 @@ class ClientSession:
         await self._bind()
         self.had = self._first.had if self.epoch == epoch + 1 else 0
         if branch is not None:
-            self._served.given(self.id, self.route, self.had)
+            self._served.record_copied(self.id, self.route, self.had)
         self._mending = self._tasks.spawn(self._mend(), "mend")
 
-    async def keep(self) -> None:
+    async def retain(self) -> None:
         """Stop rerouting and ask the hops to keep their caches while they have room, for `go_on`. Call after the last
         output."""
         if self._mending is not None:
@@ -250,7 +250,9 @@ class ClientSession:
         for entry in entries:
             self._first.record(entry)
         self._branch = Branch(branch_proof(source.id, truncations, self.id, self.length), self.length)
-        self._codecs = ToldCodecs(self.spec.codec, (one for one in source._codecs.told if one.start < self.length))
+        self._codecs = ReportedCodecs(
+            self.spec.codec, (one for one in source._codecs.link_codecs if one.start < self.length)
+        )
 
     def send(self, entry: Entry, *, expect: int | None = None) -> None:
         """Send an input. If earlier inputs cover its positions, these and all later positions are taken back first.
@@ -287,22 +289,22 @@ class ClientSession:
         if self._last is not None:
             self._last.close()
         self._journal.release()
-        self.on_over(self._served.taken())
+        self.on_over(self._served.drain())
 
     # -- frames
 
     def _from_first(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Ran) and self._timing is not None:
-            self._timing.heard(frame.seq, body, self._first.rtt_s)
+            self._timing.record_report(frame.seq, body, self._first.rtt_s)
             self._timing.learn(body)
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
-            self._codecs.hear(body, self.route, self.spec.max_length)
+            self._codecs.record(body, self.route, self.spec.max_length)
         elif isinstance(body, Fault) and body.epoch == self.epoch and body.index < len(self.route):
             self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
     def _from_last(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Output):
-            self._hear(frame.seq, body, frame.payload)
+            self._receive(frame.seq, body, frame.payload)
         elif isinstance(body, Fault) and body.index in range(len(self.route))[-2:]:
             self._fault(body.epoch, self._reported(body, len(self.route) - 1, by=len(self.route) - 1))
         elif isinstance(body, Error | End):
@@ -311,7 +313,7 @@ class ClientSession:
             told = Fault(self.epoch, last, code, getattr(body, "retry_s", 0.0))
             self._fault(self.epoch, self._reported(told, last, by=last))
 
-    def _hear(self, position: int, output: Output, payload: Buffer) -> None:
+    def _receive(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
             return  # already received: a replay brings it again
         if not self.spec.allows(output, payload, self._wanted):
@@ -325,9 +327,9 @@ class ClientSession:
         self._last_progress_s = now_s
         for peer, code in self._blame.progress(self.route):
             self.router.suspect(peer, code.name)
-        self._served.heard(self.id, self.route, self.spec.rows * position)
+        self._served.record_computed(self.id, self.route, self.spec.rows * position)
         if self._cadence is not None:
-            self._cadence.heard(position)
+            self._cadence.record_output(position)
         if self.spec.mode == Mode.RING:
             self._expected += 1
             self._drawn.append(output.ids[0])
@@ -473,7 +475,7 @@ class ClientSession:
     async def _open(self) -> None:
         if self._complete:  # the last output came while a route was looked for
             return
-        self.epoch, self.known = self.epoch + 1, self._expected
+        self.epoch, self.received_end = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
         is_guessed = spec.proposer and spec.mode == Mode.RING
@@ -489,9 +491,9 @@ class ClientSession:
             codec=spec.codec,
             sampling=spec.sampling,
             padding=spec.padding,
-            known=self.known,
+            known=self.received_end,
             truncate=self._truncate,
-            codecs=self._codecs.told,
+            codecs=self._codecs.link_codecs,
             adapts=spec.adapts,
             adapter=spec.adapter,
             branch=branch,

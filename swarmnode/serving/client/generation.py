@@ -290,7 +290,7 @@ class RingStream:
 
     def __post_init__(self) -> None:
         self._beginnings = Beginnings() if self.beginnings is None else self.beginnings
-        self._is_kept = self.beginnings is not None and self.options.grammar is None  # if the text is complete
+        self._is_retained = self.beginnings is not None and self.options.grammar is None  # if the text is complete
         self._under_way: SharedText | None = None
         self._began_elsewhere = False  # then its hops may lack what an audit asks for
         self._spec = self.session.spec
@@ -310,9 +310,9 @@ class RingStream:
             while not final and len(self.result.ids) < self.options.max_new_tokens:
                 received = await self.session.receive()
                 if self._under_way is not None:
-                    self._under_way.note_output()
+                    self._under_way.record_output()
                 final = received.output.final
-                self._note(received.output, self.session.clock() - started_s)
+                self._record(received.output, self.session.clock() - started_s)
                 if self.options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
@@ -328,8 +328,8 @@ class RingStream:
                 self._beginnings.leave(self._under_way)
             if is_audited:
                 pass  # the auditor closes it
-            elif ending == "done" and final and self._is_kept:
-                await self._beginnings.keep(self.owner, self.session, self.text[:-1])
+            elif ending == "done" and final and self._is_retained:
+                await self._beginnings.retain(self.owner, self.session, self.text[:-1])
             else:
                 await self.session.close()
 
@@ -340,18 +340,18 @@ class RingStream:
 
     async def _begin(self) -> int:
         """Open the session, or continue a kept one. Returns the number of the prompt's positions that need not be sent."""
-        found = await self._beginnings.find(self.owner, self.prompt, self._spec, self.session.config.progress_s)
-        if found.goes_on is not None:
-            self.session = found.goes_on
-            self.session.go_on(self._spec, found.length)
+        beginning = await self._beginnings.find(self.owner, self.prompt, self._spec, self.session.config.progress_s)
+        if beginning.goes_on is not None:
+            self.session = beginning.goes_on
+            self.session.go_on(self._spec, beginning.length)
         self.session.stats = self.result
         self._under_way = self._beginnings.enter(self.owner, self.prompt, self.session)
-        if found.source is not None:
-            self.session.begin_as(found.source, found.truncations, self._entries(0, found.length))
-        self._began_elsewhere = found.length > 0
+        if beginning.source is not None:
+            self.session.begin_as(beginning.source, beginning.truncations, self._entries(0, beginning.length))
+        self._began_elsewhere = beginning.length > 0
         await self.session.start()
-        self.result.cached_tokens = min(found.length, self.session.had)
-        return found.length
+        self.result.cached_tokens = min(beginning.length, self.session.had)
+        return beginning.length
 
     def _entries(self, begin: int, end: int) -> list[Entry]:
         """Return the prompt's positions in chunks, so that later hops work on one chunk while earlier hops work on the
@@ -360,7 +360,7 @@ class RingStream:
         starts = range(begin, end, size)
         return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
 
-    def _note(self, output: Output, elapsed_s: float) -> None:
+    def _record(self, output: Output, elapsed_s: float) -> None:
         result, meter = self.result, self.session.meter
         meter.tokens += 1
         if not result.ids:

@@ -27,19 +27,19 @@ BLOCK = 256
 class SharedText:
     """Text of one owner whose positions the hops of a session hold, or will hold once they are `computed`.
 
-    `kept` says that the text is finished: its session is idle until another text continues it. For other texts, `settled`
+    `retained` says that the text is finished: its session is idle until another text continues it. For other texts, `settled`
     is set as soon as the positions are computed, or never will be.
     """
 
-    def __init__(self, owner: str, ids: Sequence[int], session: ClientSession, *, kept: bool = False) -> None:
+    def __init__(self, owner: str, ids: Sequence[int], session: ClientSession, *, retained: bool = False) -> None:
         self.owner = owner
         self.ids = ids
         self.session = session
         self.truncations = session.truncations
-        self.kept = self.computed = kept
+        self.retained = self.computed = retained
         self.settled = asyncio.Event()
 
-    def note_output(self) -> None:
+    def record_output(self) -> None:
         """Note that an output came: all of the positions have been computed, at every hop."""
         self.computed = True
         self.settled.set()
@@ -86,11 +86,11 @@ class Beginnings:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Beginnings: {len(self._kept)} texts kept, {len(self._texts) - len(self._kept)} prompts under way>"
+        return f"<Beginnings: {len(self._retained)} texts kept, {len(self._texts) - len(self._retained)} prompts under way>"
 
     @property
-    def _kept(self) -> list[SharedText]:
-        return [text for text in self._texts if text.kept]
+    def _retained(self) -> list[SharedText]:
+        return [text for text in self._texts if text.retained]
 
     async def find(self, owner: str, prompt: Sequence[int], spec: SessionSpec, patience_s: float) -> Beginning:
         """Find the longest useful beginning for `prompt`. Waits at most `patience_s` seconds for positions that are
@@ -105,7 +105,7 @@ class Beginnings:
             alike = self._alike(owner, prompt, spec)
             # A session is continued only by a prompt that shares half of it: otherwise the session's own text may still
             # continue it.
-            fitting = [one for one in alike if one.text.kept and one.is_half and not spec.follows_grammar]
+            fitting = [one for one in alike if one.text.retained and one.is_half and not spec.follows_grammar]
             whole = max(fitting, key=lambda one: one.length, default=None)
             able = [one for one in alike if one.text.computed or (waits and one.is_half)]
             shared = (one for one in able if one.length >= LEAST_SHARED)
@@ -142,31 +142,31 @@ class Beginnings:
         self._texts.remove(text)
         text.settled.set()
 
-    async def keep(self, owner: str, session: ClientSession, ids: Sequence[int]) -> None:
+    async def retain(self, owner: str, session: ClientSession, ids: Sequence[int]) -> None:
         """Keep a session whose text is finished, for others that begin alike. If too many are kept, the least recently
         used is closed."""
         if self._closed:
             await session.close()
             return
-        await session.keep()
-        self._texts.append(SharedText(owner, ids, session, kept=True))
-        if len(self._kept) > MOST_KEPT:
+        await session.retain()
+        self._texts.append(SharedText(owner, ids, session, retained=True))
+        if len(self._retained) > MOST_KEPT:
             await self._close_oldest()
 
     async def close(self) -> None:
         """Close all kept sessions, and keep no more."""
         self._closed = True
-        while self._kept:
+        while self._retained:
             await self._close_oldest()
 
     async def _close_oldest(self) -> None:
-        text = self._kept[0]
+        text = self._retained[0]
         self._texts.remove(text)
         await text.session.close()
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_length(first: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of ids at the start that two texts have in common."""
-    end = min(len(one), len(other))
-    start = next((at for at in range(0, end, BLOCK) if one[at : at + BLOCK] != other[at : at + BLOCK]), end)
-    return next((at for at in range(start, min(end, start + BLOCK)) if one[at] != other[at]), min(end, start + BLOCK))
+    end = min(len(first), len(other))
+    start = next((at for at in range(0, end, BLOCK) if first[at : at + BLOCK] != other[at : at + BLOCK]), end)
+    return next((at for at in range(start, min(end, start + BLOCK)) if first[at] != other[at]), min(end, start + BLOCK))

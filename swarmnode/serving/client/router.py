@@ -54,12 +54,12 @@ class Router(Protocol):
     observed_latency: ObservedLatency
 
     @abstractmethod
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
+    def route(self, avoid: frozenset[PeerId], retain: Sequence[HopSpec], size: SessionSize) -> Route:
         """Return the best route at this moment, without waiting.
 
         Args:
             avoid: Peers that must not be in the route.
-            keep: Hops of an earlier route, preferred unless others are much better: their peers have caches.
+            retain: Hops of an earlier route, preferred unless others are much better: their peers have caches.
             size: Positions of the session.
 
         Returns:
@@ -107,20 +107,24 @@ class DirectoryRouter(Router):
         self._dice = random.Random(host.directory.network.peer_id)
         self._group = (lambda _peer: "") if host.access_control is None else host.access_control.group
 
-    def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
+    def route(self, avoid: frozenset[PeerId], retain: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
         avoid = avoid | self._host.standing.shunned
         try:
-            return self._route(self._host.directory.peers(), avoid, keep, size)
+            return self._route(self._host.directory.peers(), avoid, retain, size)
         except NoRoute:
             # A peer that failed a while ago is better than no peer: a machine that was asleep is back before it
             # announces itself.
             suspects = self._host.directory.suspects()
             if not suspects:
                 raise
-            return self._route({**suspects, **self._host.directory.peers()}, avoid, keep, size)
+            return self._route({**suspects, **self._host.directory.peers()}, avoid, retain, size)
 
     def _route(
-        self, peers: Mapping[PeerId, Announcement], avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize
+        self,
+        peers: Mapping[PeerId, Announcement],
+        avoid: frozenset[PeerId],
+        retain: Sequence[HopSpec],
+        size: SessionSize,
     ) -> Route:
         view = view_of(
             self._units,
@@ -133,17 +137,21 @@ class DirectoryRouter(Router):
             position_bytes=self._position_bytes,
         )
         own = self._host.directory.network.peer_id
-        avoid |= self._newcomers_left_out(view, avoid) - {hop.peer for hop in keep}
+        avoid |= self._newcomers_left_out(view, avoid) - {hop.peer for hop in retain}
         try:
-            route = find_route(view, units=self._span, client=own, ring=self._ring, avoid=avoid, keep=keep, size=size)
+            route = find_route(
+                view, units=self._span, client=own, ring=self._ring, avoid=avoid, retain=retain, size=size
+            )
         except NoRoute as error:
-            self._note("finds no route", str(error), view, avoid)
+            self._record("finds no route", str(error), view, avoid)
             raise error if self._trust == EVERYBODY else NoRoute(f"among those you trust, {error}") from None
         what = "a token" if self._ring else "a pass"
-        self._note("takes a route", f"{what} takes about {1000 * route.cost_s:.1f} ms on it", view, avoid, route.hops)
+        self._record("takes a route", f"{what} takes about {1000 * route.cost_s:.1f} ms on it", view, avoid, route.hops)
         return tuple(route.hops)
 
-    def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
+    def _record(
+        self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()
+    ) -> None:
         """Record a routing decision, with the facts about the peers behind it, for `swarmnode why`."""
         peers, own = {peer.peer: peer for peer in view.peers}, self._host.directory.network.peer_id
         ready = sum(peer.state is State.READY and peer.span.units > 0 for peer in view.peers)
@@ -159,7 +167,7 @@ class DirectoryRouter(Router):
             facts.append(
                 f"{hop.peer[-8:]}, {layers(hop.start, hop.end)}: {speed}, {counted(peer.sessions, 'text')} now, {distance}"
             )
-        self._host.decisions.note(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
+        self._host.decisions.record(Topic.ROUTING, what, facts, about=tuple(hop.peer for hop in hops), units=self._span)
 
     def _newcomers_left_out(self, view: View, avoid: frozenset[PeerId]) -> frozenset[PeerId]:
         """Return newcomers to leave out of a session: none in a share of sessions, else those that established peers

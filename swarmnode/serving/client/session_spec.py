@@ -33,17 +33,17 @@ class ServedWork:
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[bytes, HopSpec], int] = {}
-        self._given: dict[tuple[bytes, HopSpec], int] = {}
+        self._copied: dict[tuple[bytes, HopSpec], int] = {}
 
-    def given(self, session: bytes, route: Route, tokens: int) -> None:
+    def record_copied(self, session: bytes, route: Route, tokens: int) -> None:
         """Record that `session` began with `tokens` tokens copied from another session. These hops get no second credit
         for them."""
-        self._given = {(session, hop): tokens for hop in route}
+        self._copied = {(session, hop): tokens for hop in route}
 
-    def heard(self, session: bytes, route: Route, tokens: int) -> None:
+    def record_computed(self, session: bytes, route: Route, tokens: int) -> None:
         """Record that an output shows that the hops of `route` have computed `tokens` tokens, counted over all rows."""
         for hop in route:
-            self._tokens[session, hop] = max(0, tokens - self._given.get((session, hop), 0))
+            self._tokens[session, hop] = max(0, tokens - self._copied.get((session, hop), 0))
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
         """Yield ((peer, session id), layers times tokens) for all work."""
@@ -52,7 +52,7 @@ class ServedWork:
             totals[hop.peer, session] += (hop.end - hop.start) * tokens
         yield from totals.items()
 
-    def taken(self) -> ServedWork:
+    def drain(self) -> ServedWork:
         """Return all work and clear it here, so that no peer is credited twice."""
         other = ServedWork()
         other._tokens, self._tokens = self._tokens, {}

@@ -94,7 +94,7 @@ def no_drafting(_opened: Open) -> None:
     """Return None: no session guesses."""
 
 
-class ToldDrafter:
+class RemoteDrafter:
     """Drafter of tokens that the last hop told. A suggestion holds for as long as the text goes on with it."""
 
     name = "told"
@@ -129,13 +129,13 @@ class ToldDrafter:
         return list(left[len(guessed) : len(guessed) + count])
 
 
-class ForcedDrafter(ToldDrafter):
+class ForcedDrafter(RemoteDrafter):
     """Drafter of the tokens that must follow by the session's grammar, which only the last hop has."""
 
     name = "forced"
 
 
-class MtpDrafter(ToldDrafter):
+class MtpDrafter(RemoteDrafter):
     """Drafter of the tokens that the model's own prediction layer (MTP), or an EAGLE head, at the last hop expects."""
 
     name = "mtp"

@@ -230,7 +230,7 @@ class LookupDrafter:
             if right:
                 self._matched = True
                 self._match = match.moved()
-                self._note_return(self._match)
+                self._record_return(self._match)
                 return
             if match.pending:
                 self._edits = {first: edit for first, edit in self._edits.items() if edit[1] != match.pending}
@@ -239,9 +239,9 @@ class LookupDrafter:
         if self._left is not None and before - self._left[1] > NEAR:
             self._left = None
         self._match = self._find(())
-        self._note_return(self._match)
+        self._record_return(self._match)
 
-    def _note_return(self, match: Match | None) -> None:
+    def _record_return(self, match: Match | None) -> None:
         """Remember the edit that has ended, if `match` shows that the text follows its source again."""
         if match is None or match.near or match.pending or self._left is None:
             return

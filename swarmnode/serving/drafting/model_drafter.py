@@ -78,7 +78,7 @@ class ModelDrafter:
         self._wake: Callable[[], None] = lambda: None
         self._ids: list[int] = []  # accepted tokens, and then the model's guesses or those in flight
         self._accepted = 0
-        self._given = 0  # length of `_ids` up to the last guess in flight that is of another drafter
+        self._foreign_end = 0  # length of `_ids` up to the last guess in flight that is of another drafter
         self._cached = 0  # first positions of `_ids` that the model's cache holds
         self._unchanged = 0  # first positions of `_ids` that are as they were when the present computation began
         self._wanted = 0  # length of `_ids` that the model shall reach
@@ -111,10 +111,10 @@ class ModelDrafter:
         The model computes them and a few more in the background. Returns an empty list if none is ready.
         """
         begin = self._accepted + len(guessed)
-        if begin < self._given:  # guesses left the flight without a verdict: a new epoch began
+        if begin < self._foreign_end:  # guesses left the flight without a verdict: a new epoch began
             self._cut(begin)
         if self._put(guessed):
-            self._given = begin
+            self._foreign_end = begin
         self._wanted = begin + count + STRIDE
         self._start()
         return self._ids[begin : begin + count]
@@ -131,7 +131,7 @@ class ModelDrafter:
 
     def _cut(self, length: int) -> None:
         del self._ids[length:]
-        self._given = min(self._given, length)
+        self._foreign_end = min(self._foreign_end, length)
         self._cached = min(self._cached, length)
         self._unchanged = min(self._unchanged, length)
 

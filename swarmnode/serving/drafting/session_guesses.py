@@ -111,7 +111,7 @@ class DraftLead:
             self._forced.cut(kept)
         self._begin = min(self._begin, to)
 
-    def heard(self, position: int) -> None:
+    def record_token(self, position: int) -> None:
         """Note that the token at `position` came back from the last hop: guessing goes on."""
         self._goes_on = True
         sent_s = self._sent_s.pop(position, None)
@@ -201,7 +201,7 @@ class GuessedJobs:
         self._guesses: dict[int, Guess] = {}  # of the turn, by position
         self._waiting: deque[Job] = deque()
 
-    def hear(self, start: int, drafts: Drafts) -> None:
+    def accept(self, start: int, drafts: Drafts) -> None:
         """Take the ids of the guesses from position `start` on. Ids of an older turn are ignored; of more than MAX_DRAFTS
         positions only the latest are kept."""
         if drafts.turn < self._turn:
@@ -241,13 +241,13 @@ class GuessedJobs:
         return tuple(self._guesses[position] for position in positions)
 
 
-class TakenBack:
+class Retractions:
     """Cuts of a session's guesses, each a turn and a position: results of earlier turns do not count behind the position."""
 
     def __init__(self) -> None:
         self._cuts: deque[tuple[int, int]] = deque()  # (turn, position), both rising
 
-    def note(self, turn: int, position: int) -> None:
+    def record(self, turn: int, position: int) -> None:
         """Note that inputs of turns before `turn` do not count from `position` on."""
         while self._cuts and self._cuts[-1][1] >= position:
             self._cuts.pop()

@@ -34,11 +34,11 @@ class EarlyAttaches:
         self._config = config
         self._waiting: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
 
-    def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
+    def pop_attaches(self, session: bytes) -> list[tuple[Channel, Attach]]:
         """Remove and return the ATTACH messages that arrived before the session was opened; empty if there are none."""
         return self._waiting.pop(session, [])
 
-    def keep(self, channel: Channel, body: Attach) -> None:
+    def store_attach(self, channel: Channel, body: Attach) -> None:
         """Keep an ATTACH until its session opens.
 
         Above a limit the oldest message of the peer, the session or the server is refused with NO_SESSION.

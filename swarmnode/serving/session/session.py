@@ -49,7 +49,7 @@ from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.paths import Timing
-from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, TakenBack
+from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, Retractions
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import SessionCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
@@ -87,7 +87,7 @@ class StageSession:
         self._downstream = Hop(self.host.switchboard, self._from_downstream, self._downstream_failed)
         self._output_stream = OutputStream()
         self._guessed_jobs = GuessedJobs(self._compute)  # at the last hop
-        self._taken_back = TakenBack()
+        self._retractions = Retractions()
         self.lead: DraftLead | None = None  # at the first hop, if the client lets it guess
         self._feeding = False  # whether tokens are about to be taken as inputs
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=self.opened.rows == 1)
@@ -98,7 +98,7 @@ class StageSession:
         self._orphaned: asyncio.TimerHandle | None = None
         self._freed = False
         self.computed = 0  # positions whose outputs were sent on; more may be on their way through the device
-        self.kept = False  # idle, kept for another text; freed if memory is needed
+        self.retained = False  # idle, kept for another text; freed if memory is needed
         self._answers = False  # whether the present text is counted as an answer
         self._timing = self._new_timing()
         self.trace = SessionTrace(*units_of(self.opened))
@@ -176,18 +176,18 @@ class StageSession:
         """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with
         the OPEN."""
         former, self.opened = self.opened, opened
-        if self.kept or text_of(opened) != text_of(former):
+        if self.retained or text_of(opened) != text_of(former):
             self._answers = False
         if opened.sampling != former.sampling:  # another text
             self._sampler = self._new_sampler()
             self._output_stream.forget()
-        self.kept = False
+        self.retained = False
         if self._upstream is not None:
             self._upstream.close()
         if self._orphaned is not None:
             self._orphaned.cancel()
             self._orphaned = None
-        self._upstream, self.cursor.known = channel, opened.known
+        self._upstream, self.cursor.received_end = channel, opened.known
         if opened.drafts or former.drafts:
             self._forget_guesses(former)
         if opened.truncate is not None:
@@ -214,7 +214,7 @@ class StageSession:
 
     def _forget_guesses(self, former: Open) -> None:
         """Take back all guesses, as a new epoch begins: the hops of its route may hold different ones."""
-        self._take_back(self.opened.epoch * EPOCH_TURNS, self.cursor.sure)
+        self._retract(self.opened.epoch * EPOCH_TURNS, self.cursor.sure)
         # A sure position may still wait to be computed where a wrong guess was: what the journal has of it is of that guess.
         self._downstream.settle(min(self.cursor.sure, self.computed))
         self._guessed_jobs.drop_from(self.cursor.sure)
@@ -225,12 +225,12 @@ class StageSession:
             self.lead.cut(self.cursor.sure)
             self.lead.pause()
 
-    def _take_back(self, turn: int, to: int) -> None:
+    def _retract(self, turn: int, to: int) -> None:
         """Begin the newer turn `turn`: the guesses from position `to` on do not count any more."""
         back_to = self.cursor.begin_turn(turn, to)
         if back_to is not None:
-            self._taken_back.note(turn, back_to)
-            self.transcript.take_back(back_to)
+            self._retractions.record(turn, back_to)
+            self.transcript.retract(back_to)
             self.computed = min(self.computed, back_to)
 
     def _in_force(self, opened: Open) -> bool:
@@ -252,7 +252,7 @@ class StageSession:
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
             if self.opened.drafts:
-                self._take_back(body.turn, frame.seq)
+                self._retract(body.turn, frame.seq)
             code = self.host.codec_rules.wrong(body) or check_input(
                 self.opened, body, frame.seq, self.cursor.accepted, self.pipeline.hidden_size
             )
@@ -261,7 +261,7 @@ class StageSession:
                 skip = self.cursor.accepted - frame.seq
                 if skip >= body.tensor.shape[1] or (self.lead is not None and frame.seq >= self._first_drawn):
                     return  # tokens drawn in this epoch come round the ring
-                want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
+                want = Want(body.want) if end >= self.cursor.received_end else Want.NOTHING
                 if self.lead is not None and (ids := ids_in(body.tensor, frame.payload)) is not None:
                     self.lead.know(ids[skip:])
                 else:
@@ -276,7 +276,7 @@ class StageSession:
         elif isinstance(body, Truncate) and body.to <= self.cursor.accepted:
             self._cut(body)
         elif isinstance(body, KeepCache):
-            self.kept = True
+            self.retained = True
             self._downstream.tell(body)
             if self.host.draining:  # a leaving node keeps no session
                 self.free()
@@ -301,7 +301,7 @@ class StageSession:
             self.computed = min(self.computed, truncate.to)
             self._downstream.cut(truncate)
             if self.opened.drafts:
-                self._taken_back.note(self.cursor.turn, truncate.to)
+                self._retractions.record(self.cursor.turn, truncate.to)
             if self.lead is not None:
                 self.lead.cut(truncate.to)
 
@@ -317,10 +317,10 @@ class StageSession:
     ) -> None:
         start, truncate = self.cursor.advance(end, guessed)
         self.moved_s = asyncio.get_running_loop().time()
-        self.transcript.take(start - skip, parts)
+        self.transcript.record(start - skip, parts)
         then, now_s = self._then(start, end), self.pipeline.clock()
         after = len(self.opened.route) - 1 - self.opened.index
-        guesses = False, guessed, self.cursor.turn, self.cursor.taken_back()
+        guesses = False, guessed, self.cursor.turn, self.cursor.pop_retraction()
         job = Job(
             self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate, *guesses
         )
@@ -331,12 +331,12 @@ class StageSession:
 
     def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
         if not is_last(self.opened):
-            for chosen in self._codecs.look(start, end, self._downstream.rtt_s or 0.0, self.pipeline.pass_cost):
+            for chosen in self._codecs.choose(start, end, self._downstream.rtt_s or 0.0, self.pipeline.pass_cost):
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self.opened.mode == Mode.RING:
             ahead = self.opened.drafts > 0 and self.opened.proposer == ANY_DRAFTS
-            return Sample(self._sampler, first=self._sampler.first(self.cursor.known), ahead=ahead)
+            return Sample(self._sampler, first=self._sampler.first(self.cursor.received_end), ahead=ahead)
         return Return()
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
@@ -356,7 +356,7 @@ class StageSession:
         """Take a token that the last hop drew as the next input, unless the text ends with it."""
         if self.lead is not None:
             # Compare the guess in flight at `position`, if there is one, with the token that was drawn for it.
-            self.lead.heard(position)
+            self.lead.record_token(position)
             if (
                 max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
             ):  # else an input of them fails here
@@ -367,7 +367,7 @@ class StageSession:
                 if self.lead.judge(output.ids[0]):
                     self.cursor.confirm(position + 1)
                 else:
-                    self._take_back(self.cursor.turn + 1, position)
+                    self._retract(self.cursor.turn + 1, position)
         if position < self.opened.max_length and not output.final:
             self.cursor.hold(position, output.ids[0])
         if self.lead is None:
@@ -393,23 +393,23 @@ class StageSession:
 
     def _feed_ahead(self, lead: DraftLead) -> None:
         """Submit the tokens that wait, and guesses behind them."""
-        known = self.cursor.next_ids()
-        lead.know(known)
-        guesses = lead.propose(self._last_input) if self._may_guess(len(known)) else []
+        next_ids = self.cursor.next_ids()
+        lead.know(next_ids)
+        guesses = lead.propose(self._last_input) if self._may_guess(len(next_ids)) else []
         ids = [guess.id for guess in guesses]
-        start, end = self.cursor.accepted, self.cursor.accepted + len(known) + len(guesses)
+        start, end = self.cursor.accepted, self.cursor.accepted + len(next_ids) + len(guesses)
         if start == end:
             return
         if guesses:
             proposers = tuple(ProposerKind.named(guess.proposer) for guess in guesses)
             self._send_drafts(end - len(guesses), Drafts(tuple(ids), self.cursor.turn, proposers))
         lead.sent(start, end)
-        self._submit(end, (ids_input([*known, *ids]),), Want.NOTHING, (), 0, guessed=lead.in_flight)
+        self._submit(end, (ids_input([*next_ids, *ids]),), Want.NOTHING, (), 0, guessed=lead.in_flight)
 
-    def _may_guess(self, known: int) -> bool:
-        """Return whether guesses may follow `known` tokens that are about to be submitted: no token that the client has is
+    def _may_guess(self, submitted: int) -> bool:
+        """Return whether guesses may follow `submitted` tokens that are about to be submitted: no token that the client has is
         still on its way here."""
-        return self.cursor.sure + known >= self.opened.known and not self.cursor.waits
+        return self.cursor.sure + submitted >= self.opened.known and not self.cursor.waits
 
     @property
     def _first_drawn(self) -> int:
@@ -428,7 +428,7 @@ class StageSession:
         """Tell the last hop the guesses from position `start` on, straight, so that no other hop sees them."""
         ring = self._ring.channel
         if is_last(self.opened):
-            self._guessed_jobs.hear(start, drafts)
+            self._guessed_jobs.accept(start, drafts)
         elif ring is not None and ring.open:
             ring.send(drafts, seq=start, at_once=True)
 
@@ -439,11 +439,11 @@ class StageSession:
             return
         if job.turn < self.opened.epoch * EPOCH_TURNS:  # what counts of an earlier epoch are no guesses
             job = replace(job, guessed=0)
-        limit = self._taken_back.limit(job.turn)
+        limit = self._retractions.limit(job.turn)
         end = job.end if limit is None else min(job.end, limit)  # behind it are guesses that do not count any more
         self.computed, alone = end, run.jobs == 1
         if result.error is not None:
-            self._note_computed(job, run)  # while the session still exists
+            self._record_computed(job, run)  # while the session still exists
             if result.bad_input:
                 self._refuse(result.error)
                 return
@@ -468,9 +468,9 @@ class StageSession:
         """Record in the trace that the result of `job` was sent at `sent_s`, and report the time of a single step."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
         times_s = {"came_s": came_s, "began_s": began_s, "ended_s": ended_s, "sent_s": sent_s}
-        self.trace.note(job.end, job.count, **times_s, batch=jobs, guessed=job.end - job.first_guessed)
+        self.trace.record(job.end, job.count, **times_s, batch=jobs, guessed=job.end - job.first_guessed)
         if not self._freed:
-            self._note_computed(job, run)
+            self._record_computed(job, run)
             if job.count == 1 and not job.guessed:
                 # Report to the hops that sent a step how long it took here.
                 ran = self._timing.step()
@@ -478,14 +478,14 @@ class StageSession:
                     if ran is not None and channel is not None and channel.open:
                         channel.send(ran, seq=job.end)
 
-    def _note_computed(self, job: Job, run: Pass) -> None:
+    def _record_computed(self, job: Job, run: Pass) -> None:
         """Count the work done for the client, and tell the pipeline that its devices make progress."""
         start, end = units_of(self.opened)
         if not self._answers:
             self.host.peer.completed.answer(self.id)
         self._answers = True
         positions = self.opened.rows * job.count
-        self.host.peer.completed.note(self.id, (end - start) * positions, positions)
+        self.host.peer.completed.record(self.id, (end - start) * positions, positions)
         self.pipeline.computed(job, run)
 
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
@@ -504,10 +504,10 @@ class StageSession:
         if isinstance(body, End):
             self._output_stream.detach(channel)
         elif isinstance(body, Ran) and channel.peer == self.opened.route[0].peer:
-            self._timing.heard(frame.seq, body, channel.rtt_s)
+            self._timing.record_report(frame.seq, body, channel.rtt_s)
         elif isinstance(body, Drafts):
             if self.opened.drafts and is_last(self.opened) and channel.peer == self.opened.route[0].peer:
-                self._guessed_jobs.hear(frame.seq, body)
+                self._guessed_jobs.accept(frame.seq, body)
             else:
                 self._output_stream.detach(channel)
                 channel.close(Error(ErrorCode.MALFORMED))
@@ -516,7 +516,7 @@ class StageSession:
 
     def _from_downstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Ran):
-            self._timing.heard(frame.seq, body, self._downstream.rtt_s)
+            self._timing.record_report(frame.seq, body, self._downstream.rtt_s)
         elif isinstance(body, Fault) and body.index < self.opened.index:  # of hops that its sender cannot judge
             self._send_fault(self.opened.index + 1, ErrorCode.MALFORMED)
         elif isinstance(body, LinkCodec) or (isinstance(body, Fault) and body.epoch == self.epoch):

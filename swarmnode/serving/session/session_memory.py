@@ -52,7 +52,7 @@ class SessionMemory:
     def __contains__(self, key: int) -> bool:
         return key in self._promises
 
-    def take(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
+    def reserve(self, key: int, claimant: Claimant, *, cache_bytes: tuple[int, ...], journal_bytes: int) -> bool:
         """Promise memory to a session, new or already here, and return whether there was room.
 
         If there was not, the earlier promise stays. A promise never shrinks.
@@ -107,7 +107,8 @@ class SessionMemory:
         """
         asked_bytes = sum(cache_bytes) + journal_bytes
         lacking = [
-            asked - free for asked, free in zip(self._taken(cache_bytes, journal_bytes), self._free, strict=True)
+            asked - free
+            for asked, free in zip(self._reserved_bytes(cache_bytes, journal_bytes), self._free, strict=True)
         ]
         held = Shares(self._promises.values())
         busy = [key for key in reversed(self._promises) if key not in idle]  # the latest session goes first
@@ -122,12 +123,12 @@ class SessionMemory:
                     break
                 keys.remove(key)
                 ended.append(key)
-                held.take(promise)
-                freed = self._taken(promise.cache_bytes, promise.journal.size_bytes)
+                held.subtract(promise)
+                freed = self._reserved_bytes(promise.cache_bytes, promise.journal.size_bytes)
                 lacking = [lack - size for lack, size in zip(lacking, freed, strict=True)]
         return ended if max(lacking) <= 0 else []
 
-    def _taken(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
+    def _reserved_bytes(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
         """Return the bytes that a session takes of each device's cache and of the host, whose memory may hold some of
         the caches."""
         near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.ledger is self._ledger)
@@ -140,7 +141,7 @@ class SessionMemory:
     def _helps(self, key: int, lacking: Sequence[float]) -> bool:
         """Return whether ending a session frees memory that is lacking."""
         promise = self._promises[key]
-        freed = self._taken(promise.cache_bytes, promise.journal.size_bytes)
+        freed = self._reserved_bytes(promise.cache_bytes, promise.journal.size_bytes)
         return any(size > 0 and lack > 0 for size, lack in zip(freed, lacking, strict=True))
 
 
@@ -166,10 +167,10 @@ class Shares:
             self._by_peer[one.claimant.peer] += one.total_bytes
             self._by_group[one.claimant.group] += one.total_bytes
 
-    def take(self, one: Held) -> None:
+    def subtract(self, holding: Held) -> None:
         """Count a holding no more."""
-        self._by_peer[one.claimant.peer] -= one.total_bytes
-        self._by_group[one.claimant.group] -= one.total_bytes
+        self._by_peer[holding.claimant.peer] -= holding.total_bytes
+        self._by_group[holding.claimant.group] -= holding.total_bytes
 
     def size_bytes(self, claimant: Claimant) -> tuple[int, int]:
         """Return the bytes that are held for a peer's group, and for the peer."""

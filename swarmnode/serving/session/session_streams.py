@@ -97,12 +97,12 @@ class Ring:
 
 class InputCursor:
     """Cursor over inputs: positions below `accepted` are computed or queued; the client has the outputs for positions
-    below `known`. Positions from `sure` on hold guesses, which may be taken back in a later `turn`."""
+    below `received_end`. Positions from `sure` on hold guesses, which may be taken back in a later `turn`."""
 
-    def __init__(self, known: int) -> None:
+    def __init__(self, received_end: int) -> None:
         self.accepted = 0
         self.sure = 0
-        self.known = known
+        self.received_end = received_end
         self.turn = 0  # grows when guesses are taken back, and with each epoch of a session that guesses
         self._back_to: int | None = None  # guesses to be taken back before the next input
         self.truncations = 0  # number of the last truncation that was received; 0 before the first
@@ -115,7 +115,7 @@ class InputCursor:
             return False
         to = body.to if self._truncate is None else min(body.to, self._truncate.to)
         self.truncations, self._truncate = body.number, Truncate(body.number, to)
-        self.accepted, self.known, self.sure = body.to, min(self.known, body.to), min(self.sure, body.to)
+        self.accepted, self.received_end, self.sure = body.to, min(self.received_end, body.to), min(self.sure, body.to)
         self._back_to = None  # the truncation goes back further
         self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
         return True
@@ -144,7 +144,7 @@ class InputCursor:
         truncate, self._truncate = self._truncate, None
         return start, truncate
 
-    def taken_back(self) -> int | None:
+    def pop_retraction(self) -> int | None:
         """Return the first of the guesses to be taken back before the latest input; None if there are none. Later calls
         return None."""
         back_to, self._back_to = self._back_to, None
@@ -303,7 +303,7 @@ class Transcript:
     def __init__(self, downstream: Hop, output_stream: OutputStream, *, keeps: bool) -> None:
         self._downstream = downstream
         self._output_stream = output_stream
-        self._keeps = keeps
+        self._is_recording = keeps
         self._received: list[Entry] = []
         self._base = 0
 
@@ -311,20 +311,20 @@ class Transcript:
         """Note that inputs from `position` on come from another neighbour, or from the same one in another epoch."""
         self._base = position
 
-    def take(self, start: int, parts: Sequence[tuple[TensorInfo, Buffer]]) -> None:
+    def record(self, start: int, parts: Sequence[tuple[TensorInfo, Buffer]]) -> None:
         """Keep an input from position `start` on, if inputs are kept for audits."""
-        if self._keeps:
+        if self._is_recording:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
 
-    def take_back(self, to: int) -> None:
+    def retract(self, to: int) -> None:
         """Forget the inputs from position `to` on, which were guesses."""
         if self._received and self._received[-1].end > to:
             self._received = list(until(self._received, to))
 
     def end(self) -> None:
         """Keep and state nothing from now on: positions were taken back, so the edges no longer carried one text."""
-        self._keeps, self._received = False, []
+        self._is_recording, self._received = False, []
 
     @property
     def received(self) -> Conveyed:
@@ -334,12 +334,12 @@ class Transcript:
     @property
     def sent(self) -> Conveyed:
         """Entries sent to the next hop up to now; empty at the last hop, or if nothing is kept."""
-        return Conveyed(tuple(self._downstream.journal) if self._keeps else (), self._downstream.had)
+        return Conveyed(tuple(self._downstream.journal) if self._is_recording else (), self._downstream.had)
 
     @property
-    def told(self) -> Edge:
+    def sent_tokens(self) -> Edge:
         """Digest and positions of the tokens that the last hop sent out; an empty Edge at other hops, or if nothing is kept."""
-        base, ids = self._output_stream.drawn() if self._keeps else (0, ())
+        base, ids = self._output_stream.drawn() if self._is_recording else (0, ())
         return Edge(ids_digest(torch.tensor(ids)), base, base + len(ids)) if ids else Edge()
 
 

@@ -94,7 +94,7 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
     if isinstance(model, GraphModel) and (known is not None or flops is not None):
         peaks = (known.flops, known.memory_bytes_per_s) if known else (flops or 0.0, (flops or 0.0) / FLOPS_PER_BYTE)
         return SimulatedDevice(name, memory_bytes, *_graph_roofline(model, *peaks))
-    card = known_card(gpu, model.layer_parameters)
+    card = find_card(gpu, model.layer_parameters)
     if card is not None:
         return replace(card, name=name, memory_bytes=memory_bytes)
     if flops is None:
@@ -105,7 +105,7 @@ def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
     return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
 
 
-def known_card(name: str | None, layer_parameters: int, least_s: float = PASS_S) -> SimulatedDevice | None:
+def find_card(name: str | None, layer_parameters: int, least_s: float = PASS_S) -> SimulatedDevice | None:
     """Return the card `name` with its speed for layers of `layer_parameters` parameters; None if the table of cards has no such
     card. No pass through a layer takes less than `least_s`."""
     known, measured = find_gpu(name), layer_times(name, layer_parameters)

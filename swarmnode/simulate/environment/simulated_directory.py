@@ -29,7 +29,7 @@ class SimulatedDirectory:
         self._units = units
         self._position_bytes = position_bytes
         self._config = config
-        self._known: dict[PeerId, PeerView] = {}
+        self._views: dict[PeerId, PeerView] = {}
         self._announced: dict[PeerId, PeerView | None] = {}
         # Index of the peers that hold units or soon will, kept up to date.
         self.capacity_index = CapacityIndex(units, (), position_bytes)
@@ -39,12 +39,12 @@ class SimulatedDirectory:
     def start(self) -> None:
         """Take in the announcements now and again after every read period."""
         self.know_now()
-        self._clock.after(self._config.read_period_s(len(self._known)), self.start)
+        self._clock.after(self._config.read_period_s(len(self._views)), self.start)
 
     @property
     def publish_period_s(self) -> float:
         """Seconds between two regular announcements of a peer."""
-        return self._config.publish_period_s(len(self._known))
+        return self._config.publish_period_s(len(self._views))
 
     def announce(self, peer: PeerView) -> None:
         """Announce `peer`, visible from the next tick on. A peer in state OFFLINE is removed at that tick."""
@@ -64,16 +64,16 @@ class SimulatedDirectory:
     def view(self) -> View:
         """Return the picture of the last tick; it has no round-trip times."""
         if self._view is None:
-            self._view = View(self._units, tuple(self._known.values()), position_bytes=self._position_bytes)
+            self._view = View(self._units, tuple(self._views.values()), position_bytes=self._position_bytes)
         return self._view
 
     def know_now(self) -> None:
         """Apply all pending announcements to the picture, without waiting for the next tick."""
         changed = False
         for name, peer in self._announced.items():
-            before = self._known.pop(name, None) if peer is None else self._known.get(name)
+            before = self._views.pop(name, None) if peer is None else self._views.get(name)
             if peer is not None:
-                self._known[name] = peer
+                self._views[name] = peer
             if _place(before) != _place(peer):
                 changed = True
                 self._count(before, -1)

@@ -127,7 +127,7 @@ class World:
             return
         if self.trains:
             self._stand_by()
-        self._look()
+        self._review_places()
 
     def _announce_place(self, peer: Peer) -> None:
         """Announce the peer's span to all peers at once; a peer without layers stands by."""
@@ -235,9 +235,9 @@ class World:
                 if peer.span.units:
                     self._load(peer, partial(self._loaded, peer))
                     break
-        self.clock.after(self.settings.look_s, self._stand_by)
+        self.clock.after(self.settings.move_interval_s, self._stand_by)
 
-    def _look(self) -> None:
+    def _review_places(self) -> None:
         """Ask all ready peers for a move, on the same picture. A peer moves if its wish is the same after the move's delay."""
         ready = [peer for peer in self.by_id.values() if peer.state is State.READY]
         for peer in [] if self._outlook.all_stay() else ready:
@@ -247,7 +247,7 @@ class World:
             elif peer.wish is None or not move.is_same_wish(peer.wish):
                 peer.wish = move
                 self._later(peer, move.delay_s, partial(self._act, peer, move))
-        self.clock.after(self.settings.look_s, self._look)
+        self.clock.after(self.settings.move_interval_s, self._review_places)
 
     def _act(self, peer: Peer, wish: Move) -> None:
         """Move the peer if it is ready and still has the same wish."""

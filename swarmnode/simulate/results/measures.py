@@ -33,7 +33,7 @@ class Measures:
         self.totals[name] += amount
         self._since[name] += amount
 
-    def note(self, name: str, value: float) -> None:
+    def record(self, name: str, value: float) -> None:
         """Add one single `value` under `name`."""
         self.values[name].append(value)
 

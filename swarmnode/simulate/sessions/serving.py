@@ -186,8 +186,8 @@ class Session(ABC):
         """Send the prompt into the route, when the session starts."""
 
     @abstractmethod
-    def _resume(self, kept: set[SimulatedHop]) -> None:
-        """Fill the caches of the hops that are not in `kept`, and continue."""
+    def _resume(self, retained: set[SimulatedHop]) -> None:
+        """Fill the caches of the hops that are not in `retained`, and continue."""
 
     def _guard(self, action: Callable[[], None]) -> Callable[[], None]:
         """Return a function that calls `action` unless the session was stopped or took another route meanwhile."""
@@ -230,9 +230,9 @@ class RingSession(Session):
             measures = self._world.measures
             measures.count("tokens", 1)
             if self.produced == 1:
-                measures.note("first token, s", arrives_s - self.began_s)
+                measures.record("first token, s", arrives_s - self.began_s)
             else:
-                measures.note("between tokens, s", arrives_s - self._token_at_s)
+                measures.record("between tokens, s", arrives_s - self._token_at_s)
             self._token_at_s = arrives_s
             if self.produced == self.new_tokens:
                 self._owner.finish(self)
@@ -244,9 +244,9 @@ class RingSession(Session):
     def _resume(self, kept: set[SimulatedHop]) -> None:
         self._replay(0, kept)
 
-    def _replay(self, index: int, kept: set[SimulatedHop]) -> None:
-        """Fill the caches of the hops from `index` on that are not in `kept`, one after another, then continue to generate."""
-        while index < len(self.hops) and self.hops[index] in kept:
+    def _replay(self, index: int, retained: set[SimulatedHop]) -> None:
+        """Fill the caches of the hops from `index` on that are not in `retained`, one after another, then continue to generate."""
+        while index < len(self.hops) and self.hops[index] in retained:
             index += 1
         if index == len(self.hops):
             self._send(self.hops[-1].peer.index, 0, 1, ID_BYTES, last=True)
@@ -261,7 +261,7 @@ class RingSession(Session):
 
         def compute() -> None:
             if hop.lives:
-                done = self._guard(lambda: self._replay(index + 1, kept))
+                done = self._guard(lambda: self._replay(index + 1, retained))
                 hop.worker.submit(SimulatedJob(self.number, hop.span, max(2, self.positions), done))
 
         self._clock.at(arrives_s, self._guard(compute))
@@ -281,13 +281,13 @@ class FluidSession(Session):
         def begin() -> None:
             self.produced = 1
             self._world.measures.count("tokens", 1)
-            self._world.measures.note("first token, s", self._clock.now_s - self.began_s)
+            self._world.measures.record("first token, s", self._clock.now_s - self.began_s)
             self._breathe()
 
         self._clock.after(first_s, self._guard(begin))
 
-    def _resume(self, kept: set[SimulatedHop]) -> None:
-        fresh = [hop for hop in self.hops if hop not in kept]
+    def _resume(self, retained: set[SimulatedHop]) -> None:
+        fresh = [hop for hop in self.hops if hop not in retained]
         for hop in fresh:
             self._world.measures.count("replayed, unit tokens", self.positions * hop.span.units)
         self._clock.after(self._prompt_s(fresh, self.positions), self._guard(self._breathe))
@@ -304,7 +304,7 @@ class FluidSession(Session):
             self._rest = done - tokens
             self.produced += tokens
             self._world.measures.count("tokens", tokens)
-            self._world.measures.note("between tokens, s", turn_s)
+            self._world.measures.record("between tokens, s", turn_s)
             token_bytes = FRAME_BYTES + WEIGHT_BYTES * self._world.model.hidden
             for here, there in zip(self.hops, [*self.hops[1:], self.hops[0]], strict=True):
                 size_bytes = token_bytes if there is not self.hops[0] else FRAME_BYTES + ID_BYTES
@@ -373,22 +373,22 @@ class Pathfinder:
         self._rtt_s: dict[tuple[PeerId, PeerId], float] = {}
         self._revision = -1
 
-    def route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def route(self, client: PeerId, place: int, avoid: Collection[PeerId], retain: Sequence[HopSpec]) -> Route:
         """Find a route for `client`, whose index in the links is `place`, without the peers in `avoid` and with the hops in
-        `keep`. Raises NoRoute if there is none."""
-        return self._world.measures.timed("route", lambda: self._route(client, place, avoid, keep))
+        `retain`. Raises NoRoute if there is none."""
+        return self._world.measures.timed("route", lambda: self._route(client, place, avoid, retain))
 
-    def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
+    def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], retain: Sequence[HopSpec]) -> Route:
         world = self._world
         picture = world.directory.view()
-        view = shortlist(picture, client, Span(0, picture.units), frozenset(hop.peer for hop in keep))
+        view = shortlist(picture, client, Span(0, picture.units), frozenset(hop.peer for hop in retain))
         indexes = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
-        between = self._kept(indexes) if view is picture else self._between(indexes)
+        between = self._rtts_s(indexes) if view is picture else self._between(indexes)
         own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in indexes.items()}
         seen = replace(view, rtt_s={**between, **own})
-        return find_route(seen, client=client, avoid=avoid, keep=keep, config=world.settings.routing)
+        return find_route(seen, client=client, avoid=avoid, retain=retain, config=world.settings.routing)
 
-    def _kept(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
+    def _rtts_s(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
         """Return the round-trip times between all pairs, computed anew when the directory's revision has changed."""
         if self._revision != self._world.directory.revision:
             self._revision = self._world.directory.revision
@@ -515,17 +515,17 @@ class Serving:
             self._sessions[hop.name][session] = None
         session.go(hops)
 
-    def _hops(self, session: Session, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> list[SimulatedHop]:
+    def _hops(self, session: Session, avoid: Collection[PeerId], retain: Sequence[HopSpec]) -> list[SimulatedHop]:
         """Return the hops of a route, without peers that are in the directory but already gone, as a client finds out at its
         first attempt. Raises NoRoute if there is none."""
         avoid = set(avoid)
         while True:
-            route = self._pathfinder.route(session.client, session.place, avoid, keep)
+            route = self._pathfinder.route(session.client, session.place, avoid, retain)
             gone = {hop.peer for hop in route.hops if not self._serves(hop.peer, Span(hop.start, hop.end))}
             if not gone:
                 break
             avoid |= gone
-            keep = [hop for hop in keep if hop.peer not in gone]
+            retain = [hop for hop in retain if hop.peer not in gone]
         peers = [(self.world.by_id[hop.peer], Span(hop.start, hop.end)) for hop in route.hops]
         model = self.world.model
         return [
@@ -542,7 +542,7 @@ class Serving:
         self._release(session)
         session.stop()
         self.world.measures.count("sessions done", 1)
-        self.world.measures.note("session, s", self.clock.now_s - session.began_s)
+        self.world.measures.record("session, s", self.clock.now_s - session.began_s)
         if self.settings.clients:
             self._begin_session()
 

@@ -110,7 +110,7 @@ class _Exchange:
             gatherer: sum(share for (one, _), share in self._gathered.items() if one == gatherer)
             for gatherer in self._contributors
         }
-        self._given_s = defaultdict[int, list[float]](list)  # by gatherer: arrival times of the contributors' values
+        self._arrived_s = defaultdict[int, list[float]](list)  # by gatherer: arrival times of the contributors' values
         self._summed_s = defaultdict[int, list[float]](list)  # by owner: arrival times of the clusters' sums
 
     def begin(self, now_s: float, sends: _Sends) -> None:
@@ -119,11 +119,11 @@ class _Exchange:
         for giver in self._contributors:
             near = [one for one in self._contributors if self._are_near(giver, one)]
             sizes_bytes = {one: self._size_bytes[giver] * self._gathers[one] for one in near}
-            sends.add(now_s, giver, sizes_bytes, self._given)
+            sends.add(now_s, giver, sizes_bytes, self._record_arrival)
 
-    def _given(self, gatherer: int, came_s: float) -> None:
+    def _record_arrival(self, gatherer: int, came_s: float) -> None:
         """Note an arrival at `gatherer`; with the values of its whole cluster it sends the sums to the owners."""
-        given_s = self._given_s[gatherer]
+        given_s = self._arrived_s[gatherer]
         given_s.append(came_s)
         if len(given_s) == sum(self._are_near(gatherer, one) for one in self._contributors):
             sizes_bytes = {
@@ -151,5 +151,5 @@ class _Exchange:
     def _come(self, _member: int, came_s: float) -> None:
         self.ends_s = max(self.ends_s, came_s)
 
-    def _are_near(self, one: int, other: int) -> bool:
-        return self._cluster_of[one] == self._cluster_of[other]
+    def _are_near(self, first: int, other: int) -> bool:
+        return self._cluster_of[first] == self._cluster_of[other]

@@ -38,16 +38,16 @@ from swarmnode.plan.training.averaging import (
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import (
-    Bench,
     ExpectedStep,
     Passage,
+    PassQueue,
     TrainingLoad,
     TrainingNetwork,
     Way,
     passing_s,
 )
 from swarmnode.plan.training.step_ledger import StepLedger
-from swarmnode.plan.training.wiring import Replica, Transfers, book, keep_busy, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, book, set_at_once, wire
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.peers import Peer
@@ -86,7 +86,7 @@ class Encoder:
         directions = 2  # a stage in the middle sends both ways
         bandwidth_bps = self._links.bandwidth_bps(*link[:2])
         choice = self.codecs.choose(link, values, bandwidth_bps, self._beat_s, directions=directions)
-        self._last_bytes[link[:2]] = size_bytes = encoded_bytes(values, choice.codec, choice.keep)
+        self._last_bytes[link[:2]] = size_bytes = encoded_bytes(values, choice.codec, choice.topk_share)
         return size_bytes
 
     def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
@@ -107,7 +107,7 @@ class SimulatedStage:
 
     peer: Peer
     name: PeerId
-    bench: Bench
+    pass_queue: PassQueue
     life: int
     layers: Callable[[Span], float]
 
@@ -121,7 +121,7 @@ class SimulatedMicrobatch(Passage):
     """Attempt at a simulated microbatch `number` along a `route` of stages."""
 
     def __init__(self, training: Training, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
-        super().__init__([stage.bench for stage, _ in route])
+        super().__init__([stage.pass_queue for stage, _ in route])
         self.number = number
         self.route = list(route)
         self._training = training
@@ -135,7 +135,7 @@ class SimulatedMicrobatch(Passage):
         """Return whether the peer `name` is on the route."""
         return any(stage.name == name for stage, _ in self.route)
 
-    def takes_s(self, way: Way, hop: int) -> float:
+    def duration_s(self, way: Way, hop: int) -> float:
         """Return the seconds that the device of hop `hop` takes for a pass in direction `way`."""
         stage, span = self.route[hop]
         device = stage.peer.device
@@ -294,7 +294,7 @@ class Training:
         self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
-            stage.bench.stop()
+            stage.pass_queue.stop()
             self._notice(stage.name)
 
     def lost(self, peer: Peer) -> None:
@@ -302,7 +302,7 @@ class Training:
         self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
-            stage.bench.stop()
+            stage.pass_queue.stop()
             self.clock.after(self.world.settings.detect_s, lambda: self._notice(stage.name))
 
     def _notice(self, name: PeerId) -> None:
@@ -377,15 +377,15 @@ class Training:
         self._coordinator = self._eldest()
         for flight in list(self._flights.values()):
             self._call_back(flight)
-        self._in_turn(self._told_s(), self._look)
+        self._in_turn(self._coordinator_rtt_s(), self._check_layers)
 
-    def _look(self) -> None:
+    def _check_layers(self) -> None:
         """Continue if the stages, newcomers included, hold all layers; else look again after `MISSING_RETRY_S`."""
         self._admit()
         if self._missing_units():
             self._uncovered = True
             self.world.measures.count("waiting for units, s", MISSING_RETRY_S)
-            self._in_turn(MISSING_RETRY_S, self._look)
+            self._in_turn(MISSING_RETRY_S, self._check_layers)
             return
         self._happen(Event.GATHERED)
         self._advance()
@@ -435,7 +435,7 @@ class Training:
         model = self.world.model
         for peer in self._coming:
             device = peer.device
-            bench = Bench(self.clock, peer.computes)
+            bench = PassQueue(self.clock, peer.computes)
             stage = SimulatedStage(peer, peer.peer, bench, peer.life, lambda s, d=device: d.layers(model, s))  # type: ignore[misc]
             layers, tokens = stage.layers(peer.span), self.settings.tokens
             there_and_back_s = device.prompt_s(layers, tokens) + device.backward_s(layers, tokens)
@@ -448,7 +448,7 @@ class Training:
         values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)
         size_NN = self.encoder.expected_bytes(indexes, values)
         self._transfers.know(list(self._stages), delay_NN, 8 * size_NN / bandwidth_NN)
-        keep_busy(self.world.model.units, self._workers, self._transfers)
+        set_at_once(self.world.model.units, self._workers, self._transfers)
 
     def _missing_units(self) -> bool:
         held = {unit for worker in self._workers.values() for unit in range(*worker.span)}
@@ -517,7 +517,7 @@ class Training:
             began_s, groups, self._indexes, self.world.links, self.world.model, self.settings.averaging
         )
         self._reducing_since_s = began_s
-        self.clock.at(ends_s + self._told_s(), lambda: self._agree() if self._attempt == attempt else None)
+        self.clock.at(ends_s + self._coordinator_rtt_s(), lambda: self._agree() if self._attempt == attempt else None)
 
     @property
     def _indexes(self) -> dict[PeerId, int]:
@@ -543,7 +543,7 @@ class Training:
         self._happen(Event.AGREED)
         self._advance()
 
-    def _told_s(self) -> float:
+    def _coordinator_rtt_s(self) -> float:
         """Return the seconds of a round trip between the coordinator and its farthest stage; 0 if the coordinator is lost."""
         if self._coordinator not in self._stages:
             return 0.0
@@ -554,10 +554,10 @@ class Training:
     def _commit(self) -> None:
         measures, now_s = self.world.measures, self.clock.now_s
         self._last_step_s = now_s - self._step_began_s
-        measures.note("step, s", self._last_step_s)
-        measures.note("of it agreeing, s", now_s - self._reducing_since_s)
+        measures.record("step, s", self._last_step_s)
+        measures.record("of it agreeing, s", now_s - self._reducing_since_s)
         if self._expected.expected_s:
-            measures.note("off its forecast, share", abs(self._last_step_s / self._expected.expected_s - 1))
+            measures.record("off its forecast, share", abs(self._last_step_s / self._expected.expected_s - 1))
         self._expected.end(self._last_step_s)
         measures.count("steps", 1)
         measures.count(f"{self.world.model.counted} trained", self.settings.microbatches * self.settings.tokens)

@@ -162,7 +162,7 @@ class Directory:
         self._rest_s = 0.0  # pause required by the last read
         self._next_save_at = 0.0
         self._speak = asyncio.Event()
-        self._look = asyncio.Event()
+        self._wake = asyncio.Event()
         self._calm = 1.0  # factor on the time between reads
         self._seen: frozenset[tuple[PeerId, int, tuple[int, int], tuple[int, int, int]]] = frozenset()
         self._moved = asyncio.Event()  # set and replaced at every change
@@ -216,7 +216,7 @@ class Directory:
     def hurry(self) -> None:
         """Read the announcements at once, instead of after the usual interval, because a caller waits for a change."""
         self._calm = 1.0
-        self._look.set()
+        self._wake.set()
 
     @property
     def crowd(self) -> float:
@@ -255,7 +255,7 @@ class Directory:
         logger.info("peer %s suspected: %s", peer, reason)
         self._peer_table.suspect(peer, reason, self._now())
         self._update()
-        self._look.set()
+        self._wake.set()
 
     def expel(self, peers: Iterable[PeerId]) -> None:
         """Drop peers that no longer belong to the swarm, until a valid announcement of theirs arrives."""
@@ -271,15 +271,15 @@ class Directory:
 
     async def refresh(self) -> None:
         """Read the announcements now. If the DHT does not answer, the view stays as it is until its records expire."""
-        await self._look_at(self._sampling.next_look((0, 0) if self._own is None else self._own.span))
+        await self._read_shards(self._sampling.next_shards((0, 0) if self._own is None else self._own.span))
 
-    async def look_for(self, unit: int) -> None:
+    async def read_holders(self, unit: int) -> None:
         """Read the announcements of all holders of a layer, even in a large swarm with many of them."""
         for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
-            await self._look_at(self._sampling.whole(place))
+            await self._read_shards(self._sampling.whole(place))
 
-    async def _look_at(self, look: Sequence[Shard]) -> None:
-        keys = {shard: shard.key(self.swarm_id) for shard in look}
+    async def _read_shards(self, wanted: Sequence[Shard]) -> None:
+        keys = {shard: shard.key(self.swarm_id) for shard in wanted}
         try:
             found = await self._on_dht(GET, self.network.dht.get(list(keys.values()), enough=self._enough(keys)))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
@@ -359,8 +359,8 @@ class Directory:
             if not self._sampling.large:
                 others = (peer for peer in self._peer_table.live.values() if peer is not self._own)
                 period_s = min([period_s, *(peer.expires_at - self._now() for peer in others)])
-            await self._pause(self._look, max(0.05, period_s, self._rest_s))
-            self._look.clear()
+            await self._pause(self._wake, max(0.05, period_s, self._rest_s))
+            self._wake.clear()
             await self.refresh()
             seen = frozenset(
                 (peer.peer, peer.state, peer.span, peer.step_load) for peer in self._peer_table.live.values()

@@ -34,12 +34,12 @@ class Suspicion:
     at: float
     sequence: int
     started_at: float
-    strikes: int
+    count: int
 
     @property
     def until(self) -> float:
         """End of the probation."""
-        return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.strikes - 1, 10))
+        return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.count - 1, 10))
 
     def lifted_by(self, announcement: Announcement, now: float) -> bool:
         """Return whether `announcement` ends the suspicion: the peer has restarted, or it announces itself again and the
@@ -123,7 +123,7 @@ class PeerTable:
         if known is None or known.life is State.PAUSED:
             return
         earlier = self._suspicions.get(peer)
-        strikes = 1 if earlier is None else earlier.strikes + (now >= earlier.until)
+        strikes = 1 if earlier is None else earlier.count + (now >= earlier.until)
         self._suspicions[peer] = Suspicion(reason, now, known.sequence, known.started_at, strikes)
 
     def update(self, now: float) -> bool:

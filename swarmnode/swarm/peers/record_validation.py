@@ -61,11 +61,11 @@ def own_notices(membership: Membership) -> Iterator[Notice]:
         yield Notice(uses_key, use_subkey(use.member), use.member.certificate)
 
 
-def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
+def accept_notices(membership: Membership, by_key: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
     """Learn from the notices found in the DHT; invalid ones are ignored. Returns whether a newer revocation list was
     among them."""
     news = False
-    for records in found.values():
+    for records in by_key.values():
         for subkey, record in records.items():
             with suppress(ProtocolError):  # the DHT's own validation refuses it in time
                 if subkey == REVOCATIONS:
@@ -75,13 +75,13 @@ def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]
     return news
 
 
-def due(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> list[Notice]:
+def due(membership: Membership, by_key: Mapping[bytes, Mapping[bytes, Record]], now: float) -> list[Notice]:
     """Return the notices that the DHT lacks, holds in an older form, or will drop soon."""
-    return [notice for notice in own_notices(membership) if not _is_kept(notice, found, now)]
+    return [notice for notice in own_notices(membership) if not _is_stored(notice, by_key, now)]
 
 
-def _is_kept(notice: Notice, found: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
-    record = found.get(notice.key, {}).get(notice.subkey)
+def _is_stored(notice: Notice, by_key: Mapping[bytes, Mapping[bytes, Record]], now: float) -> bool:
+    record = by_key.get(notice.key, {}).get(notice.subkey)
     if record is None or record.expires_at <= now + RENEW_S:
         return False
     if notice.subkey == REVOCATIONS:

@@ -124,17 +124,17 @@ def digest_share(peer: PeerId) -> float:
     return int.from_bytes(peer_digest(peer), "big") / (1 << 64)
 
 
-def peers_from_sample(found: Collection[PeerId]) -> float:
+def peers_from_sample(sample: Collection[PeerId]) -> float:
     """Estimate the number of peers in a swarm whose sample holds these peers: the denser their digests, the more peers.
 
     The median digest decides: the largest ones are there by other peers' estimates. A sample of fewer than 32 peers
     counts as the swarm.
     """
-    if len(found) < PEERS_PER_SHARD // 2:
-        return len(found)
-    shares = sorted(map(digest_share, found))
+    if len(sample) < PEERS_PER_SHARD // 2:
+        return len(sample)
+    shares = sorted(map(digest_share, sample))
     middle = len(shares) // 2
-    return max(float(len(found)), middle / shares[middle - 1])
+    return max(float(len(sample)), middle / shares[middle - 1])
 
 
 EnoughAt = Callable[[Shard, Mapping[bytes, Record]], bool]
@@ -152,7 +152,7 @@ class ShardSampling:
         self._visits: Counter[Place] = Counter()
         self._misses: Counter[Place] = Counter()  # consecutive reads without a peer
         self._spans: list[tuple[int, int]] = []  # of the peers in the sample, which is unbiased
-        self._found: dict[Shard, frozenset[PeerId]] = {}  # peers at each shard's last read
+        self._peers_by_shard: dict[Shard, frozenset[PeerId]] = {}  # peers at each shard's last read
         self._random = random.Random(peer)
         self._reads = 0
 
@@ -174,7 +174,8 @@ class ShardSampling:
         if not calm:
             return None
         awaited = {
-            shard: {peer.encode() for peer in peers.intersection(living)} for shard, peers in self._found.items()
+            shard: {peer.encode() for peer in peers.intersection(living)}
+            for shard, peers in self._peers_by_shard.items()
         }
 
         def are_fresh(shard: Shard, records: Mapping[bytes, Record]) -> bool:
@@ -183,20 +184,20 @@ class ShardSampling:
 
         return are_fresh
 
-    def is_in_doubt(self, found: Mapping[Shard, Sequence[Announcement]]) -> bool:
+    def is_in_doubt(self, by_shard: Mapping[Shard, Sequence[Announcement]]) -> bool:
         """Return whether a read makes the swarm look so large that the DHT should be asked for its size."""
-        if SAMPLE not in found:
+        if SAMPLE not in by_shard:
             return False
-        claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
-        return claimed >= PEERS_PER_SHARD and claimed > UNCERTAINTY * self._count_all(found)
+        claimed = peers_from_sample([peer.peer for peer in by_shard[SAMPLE]])
+        return claimed >= PEERS_PER_SHARD and claimed > UNCERTAINTY * self._count_all(by_shard)
 
     @staticmethod
-    def _count_all(found: Mapping[Shard, Sequence[Announcement]]) -> float:
-        return float(len({peer.peer for shard, records in found.items() if shard.place == ALL for peer in records}))
+    def _count_all(by_shard: Mapping[Shard, Sequence[Announcement]]) -> float:
+        return float(len({peer.peer for shard, records in by_shard.items() if shard.place == ALL for peer in records}))
 
     # -- reading
 
-    def next_look(self, span: tuple[int, int]) -> list[Shard]:
+    def next_shards(self, span: tuple[int, int]) -> list[Shard]:
         """Return the shards (keys of the DHT with announcements) to read now. `span` is the range of layers of this peer."""
         self._reads += 1
         if not self.large:
@@ -222,7 +223,7 @@ class ShardSampling:
     def whole(self, place: Place) -> list[Shard]:
         """Return all shards of a place, for a caller that must know all holders of a layer. There may be many."""
         if not self.large:
-            return self.next_look((0, 0))
+            return self.next_shards((0, 0))
         size = self.size(place)
         return _small(place) if size <= WHOLE else all_shards(place, size)
 
@@ -233,30 +234,32 @@ class ShardSampling:
         here = sum(place in places_of(span) for span in self._spans)
         return self.peers * here / max(1, len(self._spans))
 
-    def saw(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
+    def saw(self, by_shard: Mapping[Shard, Sequence[Announcement]]) -> None:
         """Update the estimates of the swarm's size from the announcements found in shards."""
-        everybody = {peer.peer: peer for records in found.values() for peer in records}
+        everybody = {peer.peer: peer for records in by_shard.values() for peer in records}
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
-        self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})
-        if SAMPLE in found:
-            counted = self._count_all(found)
-            claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
-            if self.is_in_doubt(found):  # a stranger can try out identities until they make the sample dense
+        self._peers_by_shard.update(
+            {shard: frozenset(peer.peer for peer in records) for shard, records in by_shard.items()}
+        )
+        if SAMPLE in by_shard:
+            counted = self._count_all(by_shard)
+            claimed = peers_from_sample([peer.peer for peer in by_shard[SAMPLE]])
+            if self.is_in_doubt(by_shard):  # a stranger can try out identities until they make the sample dense
                 claimed = min(claimed, self.population * UNCERTAINTY)
             if self.peers >= PEERS_PER_SHARD:  # a single read must not raise the estimate much
                 claimed = min(claimed, self.peers * GROWTH)
             self.peers = max(counted, claimed)
-            self._spans = [peer.span for peer in found[SAMPLE]]
+            self._spans = [peer.span for peer in by_shard[SAMPLE]]
             if not self.large:
                 self._sizes.clear()
-        for place in {shard.place for shard in found} - {ALL}:
-            self._count({shard: records for shard, records in found.items() if shard.place == place}, place)
+        for place in {shard.place for shard in by_shard} - {ALL}:
+            self._count({shard: records for shard, records in by_shard.items() if shard.place == place}, place)
 
-    def _count(self, found: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
-        """Update the estimated number of peers in a place (a range of layers) from the announcements `found` in some of its shards.
-        A place at level n has 2^n shards. Peers that estimate differently use different levels, so all levels add up."""
+    def _count(self, by_shard: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
+        """Update the estimated number of peers in a place (a range of layers) from the announcements `by_shard` in some of its
+        shards. A place at level n has 2^n shards. Peers that estimate differently use different levels, so all levels add up."""
         by_level: dict[int, list[int]] = {}
-        for shard, records in found.items():
+        for shard, records in by_shard.items():
             by_level.setdefault(shard.level, []).append(len(records))
         size = sum(sum(counts) / len(counts) * (1 << level) for level, counts in by_level.items())
         if size:

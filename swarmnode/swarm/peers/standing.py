@@ -22,7 +22,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Standing:
     def __init__(self, path: Path, now: Callable[[], float]) -> None:
         self._path = path
         self._now = now
-        self._peers = read_kept(path, dict[PeerId, PeerStanding], max_bytes=MAX_FILE_BYTES) or {}
+        self._peers = read_stored(path, dict[PeerId, PeerStanding], max_bytes=MAX_FILE_BYTES) or {}
         self._changed = False
 
     @property
@@ -170,12 +170,12 @@ class Standing:
     def forfeit(self, peer: PeerId) -> None:
         """Clear the passed positions of a peer that did not account for its work, which may not be its fault."""
         if peer in self._peers:
-            self._known(peer).passed = 0.0
+            self._entry(peer).passed = 0.0
 
     def doubt(self, peer: PeerId, other: str) -> bool:
         """Record that `peer` contradicts `other`, where one of the two is wrong. Returns whether its doubts now get it
         shunned."""
-        known, now = self._known(peer), self._now()
+        known, now = self._entry(peer), self._now()
         known.doubts = {**{who: at for who, at in known.doubts.items() if at > now - DOUBT_S}, other: now}
         if len(known.doubts) < DOUBTS:
             return False
@@ -190,7 +190,7 @@ class Standing:
 
     def shun(self, peer: PeerId) -> None:
         """Exclude a peer for a week, because it computed falsely. Afterwards it starts as a newcomer."""
-        known = self._known(peer)
+        known = self._entry(peer)
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
         known.near_misses, known.audited, known.near_texts = 0.0, 0.0, ()
 
@@ -200,7 +200,7 @@ class Standing:
             self._changed = False
             try_to_keep(self._path, self._peers, "what audits have found is")
 
-    async def keep(self) -> None:
+    async def store(self) -> None:
         """Write the file as `save` does, on a thread."""
         await asyncio.to_thread(self.save)
 
@@ -210,7 +210,7 @@ class Standing:
 
     def _aged(self, peer: PeerId) -> PeerStanding:
         """Return the entry of a peer that is about to change, with its counts decayed by their half-life to now."""
-        known, now = self._known(peer), self._now()
+        known, now = self._entry(peer), self._now()
         left = 0.5 ** max(0.0, (now - known.at) / HALF_LIFE_S)
         known.passed, known.near_misses, known.audited = (
             left * count for count in (known.passed, known.near_misses, known.audited)
@@ -218,7 +218,7 @@ class Standing:
         known.at = now
         return known
 
-    def _known(self, peer: PeerId) -> PeerStanding:
+    def _entry(self, peer: PeerId) -> PeerStanding:
         """Return the entry of a peer that is about to change. If the table is full, the least important peer is
         dropped."""
         self._changed = True

@@ -250,10 +250,10 @@ class StepLoad(NamedTuple):
         return self.microbatches * self.positions
 
 
-def middle_load(told: Iterable[StepLoad]) -> StepLoad:
+def middle_load(loads: Iterable[StepLoad]) -> StepLoad:
     """Return, figure by figure, the median of the known loads, so that no single peer decides it. All figures are 0 if
     none is known."""
-    known = [load for load in told if load.all_positions]
+    known = [load for load in loads if load.all_positions]
     return StepLoad(*map(statistics.median_low, zip(*known, strict=True))) if known else StepLoad()
 
 

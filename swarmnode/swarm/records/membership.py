@@ -120,10 +120,10 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class InviteUse:
-    """Use of a limited invite by a member; `heard_at` is when this peer first heard of it (unix time, seconds)."""
+    """Use of a limited invite by a member; `seen_at` is when this peer first heard of it (unix time, seconds)."""
 
     member: Member
-    heard_at: float
+    seen_at: float
 
     @property
     def order(self) -> tuple[int, bytes]:
@@ -165,7 +165,7 @@ class InviteUses:
         if alone:
             if not shown:
                 return None
-            use = InviteUse(member, alone[member.peer].heard_at)
+            use = InviteUse(member, alone[member.peer].seen_at)
             del users[member.peer.encode()]
         if not peers and len(users) >= member.uses and not _make_room(users, _first_uses(users), use, now):
             return "its invite was used up by others"
@@ -184,7 +184,7 @@ def _first_uses(users: Mapping[bytes, Mapping[PeerId, InviteUse]]) -> dict[bytes
     """Return the earliest use of each user, with the time at which this peer first heard of the user."""
     return {
         user: InviteUse(
-            min(peers.values(), key=lambda use: use.order).member, min(use.heard_at for use in peers.values())
+            min(peers.values(), key=lambda use: use.order).member, min(use.seen_at for use in peers.values())
         )
         for user, peers in users.items()
     }
@@ -194,7 +194,7 @@ def _make_room(places: dict[Key, Any], taken: Mapping[Key, InviteUse], use: Invi
     """Free the place of the latest use heard of just now, if `use` was admitted before it. Returns whether a place was freed."""
     if abs(now - use.member.admitted_at) > RACE_S:
         return False
-    racing = {key: other for key, other in taken.items() if now - other.heard_at <= RACE_S}
+    racing = {key: other for key, other in taken.items() if now - other.seen_at <= RACE_S}
     latest = max(racing, key=lambda key: racing[key].order, default=None)
     if latest is None or racing[latest].order <= use.order:
         return False

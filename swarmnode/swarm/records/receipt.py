@@ -148,20 +148,20 @@ class ReceiptFolder:
         self._worker = worker
         self._verify = verify
         self._now = now
-        self._kept: dict[tuple[PeerId, int], Receipt] = {}
+        self._receipts: dict[tuple[PeerId, int], Receipt] = {}
         for receipt in read_receipts(self._folder, swarm, verify):
             if receipt.worker == worker and receipt.replaces(self.last(receipt)):
-                self._kept[receipt.client, receipt.since] = receipt
+                self._receipts[receipt.client, receipt.since] = receipt
         self._bound()
 
     @property
     def receipts(self) -> list[Receipt]:
         """Receipts that are recent enough to count now."""
-        return [receipt for receipt in self._kept.values() if counts(receipt, self._now())]
+        return [receipt for receipt in self._receipts.values() if counts(receipt, self._now())]
 
     def last(self, receipt: Receipt) -> Receipt | None:
         """Return the kept receipt of the same batch; None if there is none."""
-        return self._kept.get((receipt.client, receipt.since))
+        return self._receipts.get((receipt.client, receipt.since))
 
     def open(self, raw: bytes) -> Receipt:
         """Open a receipt that may be kept. Raises ProtocolError if it is invalid, for another worker, or of another
@@ -175,29 +175,29 @@ class ReceiptFolder:
             )
         return receipt
 
-    def keep(self, receipt: Receipt, raw: bytes) -> None:
+    def store(self, receipt: Receipt, raw: bytes) -> None:
         """Write a receipt that `open` accepted, in place of the earlier one of its batch. Raises LocalError, and then
         nothing has changed."""
         write_private(self._path(receipt), raw, make_folder=True)
         is_new = self.last(receipt) is None
-        self._kept[receipt.client, receipt.since] = receipt
+        self._receipts[receipt.client, receipt.since] = receipt
         if is_new:
             self._bound()
 
     def _bound(self) -> None:
         """Remove receipts that are too old or too many: of each client the oldest, of all the ones with the least work."""
-        gone = {key for key, receipt in self._kept.items() if not counts(receipt, self._now())}
+        gone = {key for key, receipt in self._receipts.items() if not counts(receipt, self._now())}
         by_client: dict[PeerId, list[Receipt]] = {}
-        for receipt in self._kept.values():
+        for receipt in self._receipts.values():
             by_client.setdefault(receipt.client, []).append(receipt)
         for own in by_client.values():
             gone.update((one.client, one.since) for one in sorted(own, key=lambda one: -one.since)[STORED_PER_CLIENT:])
-        left = [receipt for key, receipt in self._kept.items() if key not in gone]
+        left = [receipt for key, receipt in self._receipts.items() if key not in gone]
         left.sort(key=lambda one: -(one.served + one.trained))
         gone.update((one.client, one.since) for one in left[STORED_RECEIPTS:])
         for key in gone:
             with contextlib.suppress(OSError):
-                self._path(self._kept.pop(key)).unlink(missing_ok=True)
+                self._path(self._receipts.pop(key)).unlink(missing_ok=True)
 
     def _path(self, receipt: Receipt) -> Path:
         name = hashlib.sha256(f"{receipt.client} {receipt.since}".encode()).hexdigest()[:32]

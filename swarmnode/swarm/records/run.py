@@ -173,6 +173,11 @@ class Compression(msgspec.Struct, frozen=True):
     feedback: bool = False  # elements left out by top-k are added to the next message
 
 
+def is_checkpoint(step: int, every_steps: int, last: int) -> bool:
+    """Return whether the state after `step` steps is a checkpoint: one of each `every_steps`, and the one of the last step."""
+    return step % every_steps == 0 or step == last
+
+
 class Run(msgspec.Struct, frozen=True):
     """Settings of a training. `batch` and `microbatch` count samples, `sequence` the tokens of a sample (0: no tokens)."""
 
@@ -218,6 +223,10 @@ class Run(msgspec.Struct, frozen=True):
     def known_recipe(self) -> Recipe:
         """Recipe of the run; if it has none, that by which earlier versions train: with its schedule, and without groups."""
         return Recipe(self.schedule, groups=()) if self.recipe is msgspec.UNSET else self.recipe
+
+    def is_checkpoint(self, step: int) -> bool:
+        """Return whether all stages write the state after `step` steps to their disks."""
+        return is_checkpoint(step, self.checkpoint_steps, self.steps)
 
     def evaluations_at(self, step: int) -> int:
         """Return the number of held-out microbatches that go forward in a step; their numbers follow the others'.

@@ -86,7 +86,7 @@ class SignedRecord(Generic[Content]):
         try:
             self._decode(msgspec.msgpack.encode(content))
         except DECODE_ERRORS as error:
-            raise ValueError(f"{self.name} not valid: {self._told(error)}") from None
+            raise ValueError(f"{self.name} not valid: {self._explain(error)}") from None
 
     def enveloped(self, content: Content, sign: Sign) -> Signed:
         """Encode `content`, sign it by `sign`, and return both."""
@@ -120,9 +120,9 @@ class SignedRecord(Generic[Content]):
         try:
             return self._decode(signed.body)
         except DECODE_ERRORS as error:
-            raise ProtocolError(f"bad {self.name}: {self._told(error)}") from None
+            raise ProtocolError(f"bad {self.name}: {self._explain(error)}") from None
 
-    def _told(self, error: Exception) -> str:
+    def _explain(self, error: Exception) -> str:
         """Replace the field number in an msgspec error by the field's name."""
         return re.sub(r"\$\[(\d+)\]", lambda found: self._fields[int(found[1])], str(error))
 

@@ -107,7 +107,7 @@ class ChunkFolder:
             self._hashes[file.name] = found
         return self._hashes[file.name]
 
-    def keep_hashes(self, file: FileContent, hashes: bytes) -> None:
+    def store_hashes(self, file: FileContent, hashes: bytes) -> None:
         """Keep a verified list of chunk hashes. Raises LocalError if the disk cannot be written."""
         self._hashes[file.name] = hashes
         try:

@@ -16,7 +16,7 @@ from swarmnode.swarm.records.adapter_record import DAY_S, SLOTS, AdapterRecord, 
 from swarmnode.swarm.records.manifest import MAX_CHAT_BYTES
 from swarmnode.swarm.storage.chunk_folder import folder_name
 from swarmnode.swarm.storage.content import FileContent, describe_files
-from swarmnode.swarm.storage.small_files import new_folder, read_kept, write_kept
+from swarmnode.swarm.storage.small_files import new_folder, read_stored, write_stored
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
 ABOUT_NAME = "about.json"
@@ -183,9 +183,9 @@ class OwnAdapters:
 
     def all(self) -> list[OwnAdapter]:
         """Return the added adapters in the order of their names. A damaged one is left out. Files are hashed once."""
-        found = []
+        adapters = []
         for folder in sorted(self._folder.glob("[!.]*/")):  # not those that are being written
-            terms = read_kept(folder / ABOUT_NAME, AdapterTerms, max_bytes=MAX_KEPT_BYTES)
+            terms = read_stored(folder / ABOUT_NAME, AdapterTerms, max_bytes=MAX_KEPT_BYTES)
             if terms is None:
                 continue
             known = self._hashed.get(folder)
@@ -194,8 +194,8 @@ class OwnAdapters:
                     known = self._hashed[folder] = adapter_in_folder(folder, terms)
                 except LocalError:
                     continue
-            found.append(known)
-        return found
+            adapters.append(known)
+        return adapters
 
     def add(self, source: Path, terms: AdapterTerms, chat: AdapterChat | None = None) -> OwnAdapter:
         """Copy an adapter from the folder `source`, and keep it under `terms.name` with its `chat`, None for the model's own; a
@@ -220,7 +220,7 @@ class OwnAdapters:
                 shutil.copyfile(source / name, partial / name)
             if chat is not None:
                 (partial / CHAT_NAME).write_bytes(chat.encode())
-            write_kept(partial / ABOUT_NAME, terms)
+            write_stored(partial / ABOUT_NAME, terms)
         return adapter_in_folder(folder, terms)
 
     def remove(self, name: str) -> None:
@@ -241,17 +241,17 @@ class BlockedAdapters:
 
     def ids(self) -> frozenset[str]:
         """Return the blocked ids; empty if there is no list."""
-        return frozenset(read_kept(self._path, list[str], max_bytes=MAX_KEPT_BYTES) or ())
+        return frozenset(read_stored(self._path, list[str], max_bytes=MAX_KEPT_BYTES) or ())
 
     def block(self, adapter: str) -> None:
         """Add an id. Raises UsageError if the list is full, LocalError if it cannot be written."""
         ids = self.ids() | {adapter}
         if len(ids) > MAX_BLOCKED:
             raise UsageError(f"{MAX_BLOCKED} adapters are blocked already; unblock some, or run with --adapters none")
-        write_kept(self._path, sorted(ids))
+        write_stored(self._path, sorted(ids))
 
     def unblock(self, adapter: str) -> None:
         """Take an id off the list. Raises UsageError if it is not blocked, LocalError if the list cannot be written."""
         if adapter not in self.ids():
             raise UsageError(f"the adapter {adapter[:64]!r} is not blocked here")
-        write_kept(self._path, sorted(self.ids() - {adapter}))
+        write_stored(self._path, sorted(self.ids() - {adapter}))

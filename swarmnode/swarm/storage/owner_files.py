@@ -107,7 +107,7 @@ class IssuedInvite(msgspec.Struct, frozen=True):
     group: str
     note: str = ""
 
-    def told(self) -> dict[str, Any]:
+    def terms(self) -> dict[str, Any]:
         """Return its terms for people and scripts. None means no expiry, any number of uses, any peer."""
         return {
             "id": self.invite,
@@ -157,14 +157,14 @@ class AdmittedPeers:
     def __iter__(self) -> Iterator[AdmittedPeer]:
         return iter(self._peers.values())
 
-    def take_in(self, seen: Iterable[AdmittedPeer]) -> bool:
+    def record(self, seen: Iterable[AdmittedPeer]) -> bool:
         """Add the peers `seen` now, at most `MAX_PEERS_OF_AN_INVITE` of an invite. Returns whether the file should be written;
         not if a peer was merely seen again within `SEEN_STEP_S`."""
         news = False
         counts = Counter(peer.invite for peer in self)
         for peer in seen:
-            known = self._peers.get((peer.invite, peer.peer))
-            if known is None:
+            entry = self._peers.get((peer.invite, peer.peer))
+            if entry is None:
                 if counts[peer.invite] >= MAX_PEERS_OF_AN_INVITE or len(self._peers) >= MAX_PEERS:
                     continue
                 counts[peer.invite] += 1
@@ -172,14 +172,14 @@ class AdmittedPeers:
                 # what it did not say now stays
                 peer = msgspec.structs.replace(
                     peer,
-                    home=peer.home or known.home,
-                    name=peer.name or known.name,
-                    joined_at=min(peer.joined_at, known.joined_at),
-                    seen_at=max(peer.seen_at, known.seen_at),
+                    home=peer.home or entry.home,
+                    name=peer.name or entry.name,
+                    joined_at=min(peer.joined_at, entry.joined_at),
+                    seen_at=max(peer.seen_at, entry.seen_at),
                 )
                 if (
-                    peer == msgspec.structs.replace(known, seen_at=peer.seen_at)
-                    and peer.seen_at - known.seen_at < SEEN_STEP_S
+                    peer == msgspec.structs.replace(entry, seen_at=peer.seen_at)
+                    and peer.seen_at - entry.seen_at < SEEN_STEP_S
                 ):
                     continue
             self._peers[peer.invite, peer.peer] = peer
@@ -200,11 +200,11 @@ def open_admitted_peers(swarm_file: Path) -> AdmittedPeers:
     return AdmittedPeers(path, {(peer.invite, peer.peer): peer for peer in peers})
 
 
-def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeers:
+def record_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeers:
     """Add the peers `seen` now to the members' file beside a .swarm file, and return its content. Raises UsageError if the file
     cannot be read, LocalError if it cannot be written."""
     admitted = open_admitted_peers(swarm_file)
-    if admitted.take_in(seen):
+    if admitted.record(seen):
         admitted.save()
     return admitted
 

@@ -19,7 +19,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import MAX_NAME_CHARS, Announcement
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
 from swarmnode.swarm.records.membership import Membership
-from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
+from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def own_name(home: Path) -> str:
     return ""
 
 
-def keep_own_name(home: Path, name: str) -> None:
+def store_own_name(home: Path, name: str) -> None:
     """Keep the name under which others see the peers of this home. Raises LocalError if the file cannot be written."""
     write_private(home / OWN_NAME, f"{name}\n".encode(), make_folder=True)
 
@@ -63,7 +63,7 @@ class ManifestCache:
             return raw if raw is not None and swarm_id(raw) == swarm else None
         return None
 
-    def keep(self, raw: bytes) -> None:
+    def store(self, raw: bytes) -> None:
         """Keep a manifest. If that fails, the failure is logged."""
         try:
             write_private(self._path(swarm_id(raw)), raw, make_folder=True)
@@ -86,7 +86,7 @@ class KnownPeers:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._peers = read_kept(path, dict[PeerId, KnownPeer], max_bytes=MAX_PEERS_FILE_BYTES) or {}
+        self._peers = read_stored(path, dict[PeerId, KnownPeer], max_bytes=MAX_PEERS_FILE_BYTES) or {}
         self._changed = False
 
     def addresses(self) -> list[str]:
@@ -126,7 +126,7 @@ class MembershipFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._content = read_kept(path, _Content, max_bytes=MAX_MEMBERSHIP_BYTES) or _Content()
+        self._content = read_stored(path, _Content, max_bytes=MAX_MEMBERSHIP_BYTES) or _Content()
 
     @property
     def certificate(self) -> bytes:

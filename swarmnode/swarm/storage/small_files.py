@@ -105,7 +105,7 @@ def check_space(out: Path, needed_bytes: int) -> None:
         )
 
 
-def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:
+def read_stored(path: Path, content: type[T], *, max_bytes: int) -> T | None:
     """Return the content of a file; None if it is missing, too large, unreadable or of another type."""
     try:
         raw = read_bounded(path, max_bytes)
@@ -114,15 +114,15 @@ def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:
         return None
 
 
-def write_kept(path: Path, content: Any) -> None:
+def write_stored(path: Path, content: Any) -> None:
     """Write the file, and its folder if there is none; bytes become base64. Raises LocalError if it cannot be written."""
     write_private(path, msgspec.json.encode(content), make_folder=True)
 
 
 def try_to_keep(path: Path, content: Any, what: str) -> bool:
-    """Write the file as `write_kept` does. If that fails, log a warning that `what` is not kept, and return False."""
+    """Write the file as `write_stored` does. If that fails, log a warning that `what` is not kept, and return False."""
     try:
-        write_kept(path, content)
+        write_stored(path, content)
     except LocalError as error:
         log.warning("%s not kept: %s", what, error)
         return False

@@ -61,21 +61,23 @@ WriteBlock = Callable[[int, Path], None]
 class StateStore:
     """Steps of one run. Nodes that share a home have a folder each, because each knows only its own layers.
 
-    The store keeps the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one),
+    The store keeps the newest `newest_steps` steps of those that the run names (every `checkpoint_steps`, and the last one),
     because all peers have them. It also keeps the newest two of every fourth and of every sixteenth checkpoint, the
     newest other step, and held steps (`hold`). Methods may be called from any thread.
     """
 
-    def __init__(self, root: Path, run: Run, keep: int = 3, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, root: Path, run: Run, newest_steps: int = 3, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.run = run
-        self.keep = keep
+        self.newest_steps = newest_steps
         self._clock = clock
         self._held_until: Recent[int, float] = Recent(MAX_HELD)  # the steps needed last come last
         self._holding = threading.Lock()
         self._writing = threading.Lock()
         self._damaged: frozenset[tuple[int, int]] = frozenset()
         try:
-            self.folder, self._claim = _take_folder(root, run.id)
+            self.folder, self._claim = _lock_folder(root, run.id)
             # after a killed process: a step that was being replaced is put back, a half-written step is removed
             for old in self.folder.glob(".old-*"):
                 target = self._step_folder(int(old.name.removeprefix(".old-")))
@@ -189,7 +191,7 @@ class StateStore:
         """Return the steps whose fetch was begun and did not end, oldest first."""
         return sorted(_numbered(self.folder, _INCOMING))
 
-    def take_in(self, step: int, fetched: Mapping[int, FileContent]) -> None:
+    def complete(self, step: int, fetched: Mapping[int, FileContent]) -> None:
         """Make a step of the files of blocks whose chunks have all arrived. Raises LocalError if the disk cannot be
         written."""
         folder = self.incoming(step).folder
@@ -235,21 +237,18 @@ class StateStore:
         self._remove_old(step)
 
     def _remove_old(self, newest: int) -> None:
-        named = [step for step in sorted(self._steps) if self._is_named(step)]
-        others = [step for step in sorted(self._steps) if not self._is_named(step)]
+        named = [step for step in sorted(self._steps) if self.run.is_checkpoint(step)]
+        others = [step for step in sorted(self._steps) if not self.run.is_checkpoint(step)]
         # the newest two on each of the wider intervals, which peers with slow uplinks back up
         apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
         strides = [step for steps in apart for step in [step for step in named if step % steps == 0][-2:]]
         with self._holding:
             held = [step for step, until in self._held_until.items() if until > self._clock()]
-        kept = {newest, *named[-self.keep :], *strides, *others[-1:], *held}
+        kept = {newest, *named[-self.newest_steps :], *strides, *others[-1:], *held}
         gone = set(self._steps) - kept
         self._steps = {step: files for step, files in self._steps.items() if step in kept}
         for step in gone:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
-
-    def _is_named(self, step: int) -> bool:
-        return step % self.run.checkpoint_steps == 0 or step == self.run.steps
 
     def _step_folder(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -319,7 +318,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
     return {int(found[1]): path for path in folder.iterdir() if (found := name.fullmatch(path.name))}
 
 
-def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
+def _lock_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
     """Lock and return the first folder of this run that no other process uses. Raises LocalError if all are in use."""
     name = run_id.hex()[:NAME_CHARS]
     for slot in range(1, MAX_SLOTS + 1):

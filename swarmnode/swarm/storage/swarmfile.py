@@ -73,7 +73,7 @@ class _List(VersionedFile):
     swarms: tuple[PublicSwarm, ...] = ()
 
 
-def known_swarms(home: Path) -> dict[str, PublicSwarm]:
+def public_swarms(home: Path) -> dict[str, PublicSwarm]:
     """Return the public swarms by name. The user's own list takes precedence over the package's.
 
     Raises UsageError if a list cannot be read or has a damaged invite.
@@ -195,7 +195,7 @@ class JoinedSwarms:
     def all_names(self) -> list[str]:
         """Return the names of all joined, founded and public swarms, sorted. Raises UsageError if the list of public ones cannot be
         read."""
-        return sorted({*self.names(), *known_swarms(self._folder.parent)})
+        return sorted({*self.names(), *public_swarms(self._folder.parent)})
 
     def _id_of(self, name: str) -> str | None:
         """Return the id of the swarm that has this name, in hex; None if there is none, or its file is gone."""
@@ -433,7 +433,7 @@ def _named(name: str, home: Path) -> str | Path | None:
     file, invite = joined.file_of(name), joined.invite_to(name)
     if file is not None and (is_user_file(file) or invite is None):
         return file
-    public = known_swarms(home).get(name)
+    public = public_swarms(home).get(name)
     return invite or (public.invite if public is not None else None)
 
 

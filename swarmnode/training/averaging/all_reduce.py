@@ -38,7 +38,7 @@ from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.averaging import codecs_by_line, is_bearable
+from swarmnode.plan.training.averaging import codecs_by_line, is_bearable, may_cluster
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.averaging.attempt import Attempt, Circle
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
@@ -101,12 +101,12 @@ class AllReducer:
     def __repr__(self) -> str:
         return f"<AllReducer with {self._attempt!r}, {self._early!r}, {len(self._gradient_compressors)} exchanges>"
 
-    def hear(self, channel: Channel, body: Pull) -> None:
+    def receive(self, channel: Channel, body: Pull) -> None:
         """Take a replica's PULL. One of a later attempt is kept until our own REDUCE has arrived; one of an earlier attempt
         is refused."""
         attempt = attempt_of(body)
         if attempt > self._newest:
-            self._early.keep(channel, body)
+            self._early.store_pull(channel, body)
         elif self._attempt is None or attempt != self._attempt.attempt:
             channel.close(Error(ErrorCode.STALE))
         elif channel.peer in self._attempt.partners:
@@ -250,10 +250,10 @@ class AllReducer:
         weights = {member.peer: member.count / total for member in group.members if member.count > 0}
         robust = run.averaging.robust and len(weights) >= LEAST_MEMBERS and _are_alike(group, run)
         sums = watched is not None and group.how == How.SUM and SHARED not in group.blocks
-        heard = partial(watched.hear, group.blocks) if watched is not None and sums else None
+        heard = partial(watched.accept, group.blocks) if watched is not None and sums else None
         shares = tuple(member.share for member in group.members if member.count > 0)
         clusters = {member.peer: member.cluster for member in group.members}
-        if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
+        if len(set(clusters.values())) > 1 and not may_cluster(run.averaging):
             raise ProtocolError("the REDUCE uses clusters, but here each contribution must reach the owner of its part")
         forms = self._forms(group, run.averaging)
         return Circle(

@@ -46,7 +46,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, PartChunk, Partner, Patience
 
-Heard = Callable[[PeerId, slice, Tensor], None]
+OnContribution = Callable[[PeerId, slice, Tensor], None]
 """Callback (contributor, stretch, values) for contributions that are gathered here."""
 
 
@@ -68,7 +68,7 @@ class Circle:
     forms: Forms | None = None
     robust: bool = False
     warm_start: bool = False
-    heard: Heard | None = None
+    on_contribution: OnContribution | None = None
 
     @property
     def longest_part(self) -> int:
@@ -108,7 +108,7 @@ class Duties:
     """The duties of one member in a round of `length` elements, all in the order of the parts.
 
     `adds_up`: the contributors of its cluster, in their order; `contributors`: the same without itself. `gathers`: parts
-    that it adds up. `contributes`: its values of others' parts, by gatherer. `takes`: parts whose sums it receives, by
+    that it adds up. `contributes`: its values of others' parts, by gatherer. `receives`: parts whose sums it receives, by
     sender. `hands_on`: numbers of parts whose sums it sends, by receiver.
     """
 
@@ -123,31 +123,31 @@ class Duties:
         self.contributors = [other for other in self.adds_up if other != peer]
         self.gathers: list[GatheredPart] = []
         self.contributes: dict[PeerId, list[tuple[int, slice]]] = {}
-        self.takes: dict[PeerId, list[tuple[int, slice]]] = {}
+        self.receives: dict[PeerId, list[tuple[int, slice]]] = {}
         self.hands_on: dict[PeerId, list[int]] = {other: [] for other in self.neighbours}
         parts = cut(length, circle.shares, [circle.cluster_of(owner) for owner in owners])
         for number, part in enumerate(parts):
             gatherers = {cluster: owners[place] for cluster, place in part.gatherers.items()}
-            self._note(number, part.place, owners[part.owner], gatherers, contributes=peer in circle.weights)
+            self._record(number, part.place, owners[part.owner], gatherers, contributes=peer in circle.weights)
 
     @property
     def owners(self) -> list[PeerId]:
         """The owners that receive its cluster's sums, because other clusters contribute to their parts as well; perhaps itself."""
         return list(dict.fromkeys(part.owner for part in self.gathers if not part.is_whole))
 
-    def _note(
+    def _record(
         self, number: int, place: slice, owner: PeerId, gatherers: Mapping[int, PeerId], *, contributes: bool
     ) -> None:
         gatherer = gatherers[self._cluster]
         if gatherer != self._peer:
-            self.takes.setdefault(gatherer, []).append((number, place))
+            self.receives.setdefault(gatherer, []).append((number, place))
             if contributes:
                 self.contributes.setdefault(gatherer, []).append((number, place))
             return
         elsewhere = tuple(other for other in gatherers.values() if other != owner)
         self.gathers.append(GatheredPart(number, place, owner, elsewhere))
         if owner != self._peer:
-            self.takes.setdefault(owner, []).append((number, place))
+            self.receives.setdefault(owner, []).append((number, place))
         for receiver in (*self.neighbours, *(elsewhere if owner == self._peer else ())):
             self.hands_on.setdefault(receiver, []).append(number)
 
@@ -225,7 +225,7 @@ class OutgoingSums:
             await self._changed.wait_for(lambda: part in self._sums)
             return self._sums[part]
 
-    async def taken(self, part: int) -> None:
+    async def mark_sent(self, part: int) -> None:
         """Record that one more receiver has taken a part."""
         async with self._changed:
             self._missing[part] -= 1
@@ -261,7 +261,7 @@ class Attempt:
             member: Partner(self.peer, member, self.attempt, partial(self._patience, member)) for member in members
         }
         for member, partner in self.partners.items():
-            pull = self.early.take(member, self.attempt)
+            pull = self.early.pop_pull(member, self.attempt)
             if pull is not None:
                 partner.pulled(*pull)
         # Without excuses partners lose patience, and another attempt is made.
@@ -331,7 +331,7 @@ class Attempt:
                     self._finish(work) if owner == self.peer else self._push_partials(work, owner)
                     for owner in duties.owners
                 ),
-                *(self._take(work, source) for source in duties.takes),
+                *(self._receive_sums(work, source) for source in duties.receives),
                 *(self._push_sums(work, receiver) for receiver in duties.hands_on),
             ]
         )
@@ -353,34 +353,34 @@ class Attempt:
                 gathered = await self._run(partial(self._add_up, work, part, chunks))
                 await work.gathered[part.owner].put((part, gathered))
             for peer in work.duties.contributors:
-                self.partners[peer].taken(agreed=False)
+                self.partners[peer].grant_next(agreed=False)
         for queue in work.gathered.values():
             await queue.put(None)
 
     def _settle(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
         """Settle a part on the tensors' thread. All members, ourselves included, take the same bytes."""
-        settled = work.round.settle(part.place, self._hear(work, part, chunks))
-        work.round.take(part.place, *settled)
+        settled = work.round.settle(part.place, self._accept(work, part, chunks))
+        work.round.write_settled(part.place, *settled)
         return settled
 
     def _add_up(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> Gathered:
         """Add up our cluster's contributions to a part: encoded for another owner, plain for ourselves."""
-        heard = self._hear(work, part, chunks)
+        heard = self._accept(work, part, chunks)
         if part.owner != self.peer:
             return work.round.settle(part.place, heard)
         return Contribution(sum(one.weight for one in heard), reduce_part(heard))
 
-    def _hear(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> list[Contribution]:
+    def _accept(self, work: _Work, part: GatheredPart, chunks: Mapping[PeerId, PartChunk]) -> list[Contribution]:
         """Return the contributions of our cluster's members, in their order. Raises ProtocolError that names the peer whose
         chunk is invalid."""
         heard: list[Contribution] = []
         for peer in work.duties.adds_up:
             with blaming(peer):
                 offer = work.round.offer(part.place) if peer == self.peer else chunks[peer].encoded
-                heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
-            if work.circle.heard is not None:
+                heard.append(work.round.accept(part.place, work.circle.weights[peer], *offer))
+            if work.circle.on_contribution is not None:
                 for stretch, values_M in work.round.in_vector(part.place, heard[-1].values_N):
-                    work.circle.heard(peer, stretch, values_M)
+                    work.circle.on_contribution(peer, stretch, values_M)
         return heard
 
     async def _finish(self, work: _Work) -> None:
@@ -394,7 +394,7 @@ class Attempt:
             settled = await self._run(partial(self._join, work, part, own, chunks))
             await work.sums.put(part.number, settled)
             for peer in part.elsewhere:
-                self.partners[peer].taken(agreed=False)
+                self.partners[peer].grant_next(agreed=False)
 
     def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
         """Return the agreed sum of `part`, encoded: our own cluster's sum `own` plus those of the other clusters, in their
@@ -402,9 +402,9 @@ class Attempt:
         heard = [own]
         for peer in part.elsewhere:
             with blaming(peer):
-                heard.append(work.round.hear(part.place, work.circle.weight_near(peer), *chunks[peer].encoded))
+                heard.append(work.round.accept(part.place, work.circle.weight_near(peer), *chunks[peer].encoded))
         settled = work.round.settle(part.place, heard)
-        work.round.take(part.place, *settled)
+        work.round.write_settled(part.place, *settled)
         return settled
 
     async def _push_partials(self, work: _Work, owner: PeerId) -> None:
@@ -413,22 +413,22 @@ class Attempt:
             assert not isinstance(gathered, Contribution)
             await self.partners[owner].push(work.head(part.number), gathered)
 
-    async def _take(self, work: _Work, source: PeerId) -> None:
+    async def _receive_sums(self, work: _Work, source: PeerId) -> None:
         """Receive the agreed sums of the parts that `source` settles, and write them into the vector. Those that members of our
         cluster await from this peer are passed on unchanged."""
         partner = self.partners[source]
-        for part, place in work.duties.takes[source]:
+        for part, place in work.duties.receives[source]:
             chunk = await partner.next(work.head(part, agreed=True))
             with blaming(source):
-                await self._run(partial(work.round.take, place, *chunk.encoded))
+                await self._run(partial(work.round.write_settled, place, *chunk.encoded))
             if work.sums.hands_on(part):
                 await work.sums.put(part, chunk.encoded)
-            partner.taken(agreed=True)
+            partner.grant_next(agreed=True)
 
     async def _push_sums(self, work: _Work, receiver: PeerId) -> None:
         for part in work.duties.hands_on[receiver]:
             await self.partners[receiver].push(work.head(part, agreed=True), await work.sums.get(part))
-            await work.sums.taken(part)
+            await work.sums.mark_sent(part)
 
     async def _run(self, function: Callable[[], T]) -> T:
         result: T = await self.call(function)

@@ -157,7 +157,7 @@ class Partner:
     async def pull(self, switchboard: Switchboard, window: int) -> None:
         """Ask the partner for chunks, at most `window` of each kind on the way or unused here. Raises PeerLost,
         PeerRefused, NetworkDown."""
-        channel = await switchboard.call(self.peer, self._hear_incoming, self.progress.fail)
+        channel = await switchboard.call(self.peer, self._receive_incoming, self.progress.fail)
         channel.send(Pull(*self._attempt, window, window))
         self._incoming, self._granted = channel, {False: window, True: window}
 
@@ -172,19 +172,19 @@ class Partner:
             raise ProtocolError(f"it sent a part of {len(chunk.head.values)} vectors instead of one", peer=self.peer)
         return chunk
 
-    def taken(self, *, agreed: bool) -> None:
+    def grant_next(self, *, agreed: bool) -> None:
         """Grant the partner one more message, after one was used. `agreed`: a message with a sum instead of a contribution."""
         if self._incoming is not None and self._incoming.open:
             self._granted[agreed] += 1
             self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))
 
-    def _hear_incoming(self, frame: Frame, body: Body) -> None:
+    def _receive_incoming(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Part):
-            self._hear_part(body, frame.payload)
+            self._receive_part(body, frame.payload)
         else:
-            self._hear_other(body, self._incoming)
+            self._receive_other(body, self._incoming)
 
-    def _hear_part(self, head: Part, payload: Buffer) -> None:
+    def _receive_part(self, head: Part, payload: Buffer) -> None:
         granted = self._granted[head.agreed]
         if not granted or len(payload) > MAX_CHUNK_BYTES:
             self._break_rules(f"a part of {len(payload)} bytes where {granted} were granted", self._incoming)
@@ -200,7 +200,7 @@ class Partner:
         if self._outgoing is not None:
             self._outgoing.close(Error(ErrorCode.STALE))
         self._outgoing, self._asked_for = channel, {False: 0, True: 0}
-        channel.on_frame = lambda _frame, body: self._hear_outgoing(channel, body)
+        channel.on_frame = lambda _frame, body: self._receive_outgoing(channel, body)
         channel.on_lost = self.progress.fail
         self._grant(body)
 
@@ -214,7 +214,7 @@ class Partner:
             channel.send(msgspec.structs.replace(head, values=(encoded[0],)), payload=[encoded[1]])
             await channel.drain()
 
-    def _hear_outgoing(self, channel: Channel, body: Body) -> None:
+    def _receive_outgoing(self, channel: Channel, body: Body) -> None:
         if channel is not self._outgoing:
             return
         if isinstance(body, Pull) and attempt_of(body) == self._attempt:
@@ -222,7 +222,7 @@ class Partner:
         elif isinstance(body, End):  # it has all that it needs; its own chunks may still be on their way
             self._outgoing, self._asked_for = None, {False: 0, True: 0}
         else:
-            self._hear_other(body, channel)
+            self._receive_other(body, channel)
 
     def _grant(self, body: Pull) -> None:
         self._asked_for[False] += body.contributions
@@ -233,7 +233,7 @@ class Partner:
 
     # -- both directions
 
-    def _hear_other(self, body: Body, channel: Channel | None) -> None:
+    def _receive_other(self, body: Body, channel: Channel | None) -> None:
         if isinstance(body, Waiting) and body.run == self._attempt.run:
             self.progress.excused()
         elif isinstance(body, Failed) and body.peer not in ("", self._own):
@@ -290,7 +290,7 @@ class EarlyPulls:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def keep(self, channel: Channel, body: Pull) -> None:
+    def store_pull(self, channel: Channel, body: Pull) -> None:
         """Keep a PULL, a request for parts, of an all-reduce attempt that has not begun here yet."""
         known = self._pulls.pop(channel.peer, None)
         if known is not None:
@@ -298,10 +298,10 @@ class EarlyPulls:
         if len(self._pulls) >= MAX_EARLY:
             self._pulls.pop(next(iter(self._pulls))).channel.close(Error(ErrorCode.BUSY))
         self._pulls[channel.peer] = pull = _EarlyPull(channel, body, attempt_of(body))
-        channel.on_frame = lambda _frame, body: self._hear(pull, body)
+        channel.on_frame = lambda _frame, body: self._receive(pull, body)
         channel.on_lost = lambda _error: self._forget(pull)
 
-    def take(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, Pull] | None:
+    def pop_pull(self, peer: PeerId, attempt: AttemptId) -> tuple[Channel, Pull] | None:
         """Remove and return the conversation of `peer` and its PULL if it is of `attempt`; else return None."""
         pull = self._pulls.get(peer)
         if pull is None or pull.attempt != attempt:
@@ -316,7 +316,7 @@ class EarlyPulls:
                 del self._pulls[peer]
                 pull.channel.close(Error(ErrorCode.STALE))
 
-    def _hear(self, pull: _EarlyPull, body: Body) -> None:
+    def _receive(self, pull: _EarlyPull, body: Body) -> None:
         """Handle a further message of an early conversation: before the first parts only WAITING is allowed."""
         if not isinstance(body, Waiting):
             self._forget(pull)

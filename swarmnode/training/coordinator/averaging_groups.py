@@ -99,7 +99,7 @@ class AveragingGroups:
         self.warm_starts = WarmStarts()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
 
-    def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
+    def record_rates(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
         """Record how fast the parts of other members reached `peer`. Earlier rates of members that are not in `rates` stay."""
         self._received_bps.setdefault(peer, {}).update({rate.peer: rate.received_bps for rate in rates})
 
@@ -172,7 +172,7 @@ class AveragingGroups:
         clusters = len({member.cluster for member in chosen.group.members})
         units = sorted(block for block in chosen.group.blocks if block != SHARED)
         if clusters > 1 and units:
-            self._decisions.note(
+            self._decisions.record(
                 Topic.TRAINING,
                 f"averages {layers(units[0], units[-1] + 1)} in {clusters} groups of machines near one another",
                 (f"that takes about {chosen.seconds:.2f} s, in a single group {chosen.flat_s:.2f} s",),
@@ -236,7 +236,7 @@ class AllReduceAttempt:
     def _groups_of(self, peer: PeerId) -> list[Group]:
         return [group for group in self.groups if any(member.peer == peer for member in group.members)]
 
-    def hear(self, peer: PeerId, body: Reduced) -> bool:
+    def accept(self, peer: PeerId, body: Reduced) -> bool:
         """Record the answer of `peer`. Returns whether it counts. Ignores an answer to an earlier attempt and a second answer. A
         malformed answer makes the peer fail."""
         if body.attempt != self.attempt or body.step != self.step or peer not in self._waiting:

@@ -40,7 +40,7 @@ from swarmnode.plan.training.coordination import (
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
-from swarmnode.training.coordinator.step_loop import Office, StepLoop
+from swarmnode.training.coordinator.step_loop import CoordinatorResources, StepLoop
 from swarmnode.training.coordinator.timeouts import OUT, SAVE_S
 from swarmnode.training.coordinator.worker_group import (
     MAX_TERM_JUMP,
@@ -81,7 +81,7 @@ class Rendezvous:
         alone = not any(report.ready for report in reports.values())
         found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
         if found.missing and waited_s >= ANEW_AFTER_S:
-            found = plan_anew(self._units, reports, kept_from=run.checkpoint_steps) or found
+            found = plan_anew(self._units, reports, stored_from=run.checkpoint_steps) or found
         self.missing = found.missing
         if not found.missing:
             return found
@@ -108,33 +108,37 @@ class Coordinator:
     """The coordinator of a training, while one peer is in office; each rendezvous starts a new term. `machine` is the node's own
     state machine. `resigned` is called with a term if a higher term is known, or after a crash."""
 
-    def __init__(self, term: int, office: Office, machine: Coordination, resigned: Callable[[int], None]) -> None:
+    def __init__(
+        self, term: int, resources: CoordinatorResources, machine: Coordination, resigned: Callable[[int], None]
+    ) -> None:
         self.term = term
-        self._office = office
+        self._resources = resources
         self._machine = machine
-        self._strikes, self._clock = office.strikes, office.clock
+        self._failures, self._clock = resources.failures, resources.clock
         self._resigned = resigned
         self._put_off_s: float | None = None  # since when a first step waits for other peers
         self._worker_group = WorkerGroup(
-            office.dial,
-            office.strikes,
-            clock=office.clock,
+            resources.dial,
+            resources.failures,
+            clock=resources.clock,
             joined=lambda member: member.ask(self.term, self._dispatcher.key),
-            heard=self._hear,
+            received=self._receive,
             lost=self._lose,
         )
         self._trainer_connections = TrainerConnections()
         self._dispatcher = Dispatcher(
-            office.units,
+            resources.units,
             self._worker_group.members,
             self._trainer_connections,
-            office.strikes,
-            office.link_times,
-            clock=office.clock,
+            resources.failures,
+            resources.link_times,
+            clock=resources.clock,
         )
-        self._averaging_groups = AveragingGroups(office.units, office.link_times, office.codecs, office.decisions)
-        self._rendezvous = Rendezvous(office.units, office.clock)
-        self._found: tuple[Run, RecoveryPlan] | None = None  # result of the rendezvous
+        self._averaging_groups = AveragingGroups(
+            resources.units, resources.link_times, resources.codecs, resources.decisions
+        )
+        self._rendezvous = Rendezvous(resources.units, resources.clock)
+        self._recovery: tuple[Run, RecoveryPlan] | None = None  # result of the rendezvous
         self._next_run: Run | None = None  # run of a trainer, to begin after the current one is over
         self._step_loop: StepLoop | None = None  # the previous loop during a rendezvous
         self._advancing = False
@@ -187,7 +191,7 @@ class Coordinator:
             self._rendezvous.missing if calling else (),
             self._waits(),
             b"" if step_loop is None else step_loop.run.id,
-            self._strikes.banned[-MAX_LEFT_OUT:],
+            self._failures.banned[-MAX_LEFT_OUT:],
         )
         for member in self._worker_group:
             member.send(word)
@@ -197,25 +201,25 @@ class Coordinator:
         if self._going is not None and self._going.awaits_others:
             assert self._put_off_s is not None
             return (Wait("", FrameKind.WORK, self._clock() - self._put_off_s),)
-        return longest_waits(self._worker_group, self._dispatcher.ledger.out, self._strikes, self._clock())
+        return longest_waits(self._worker_group, self._dispatcher.ledger.out, self._failures, self._clock())
 
     # -- stages
 
-    def _hear(self, member: WorkerHandle, body: Body) -> None:
+    def _receive(self, member: WorkerHandle, body: Body) -> None:
         if isinstance(body, Status):
-            self._hear_status(member, body)
+            self._receive_status(member, body)
         elif isinstance(body, Failed) and body.lease == 0 and body.code != ErrorCode.NOT_FINITE and member.asked:
             self._worker_group.dismiss(member.peer, f"it answered {member.asked[0].kind.name} with FAILED")
         elif self._going is not None:
-            self._going.hear(member, body)
+            self._going.receive(member, body)
         self._advance()
 
-    def _hear_status(self, member: WorkerHandle, status: Status) -> None:
+    def _receive_status(self, member: WorkerHandle, status: Status) -> None:
         if status.term > self.term:
             # Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that
             # repeats this, or whose term is too far ahead for stages to follow, is dismissed.
             believable = status.term - self.term <= MAX_TERM_JUMP // 2
-            if believable and self._strikes.strike(member.peer) < OUT:
+            if believable and self._failures.record(member.peer) < OUT:
                 self._resigned(status.term)
             else:
                 self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
@@ -227,9 +231,9 @@ class Coordinator:
         elif member.status is None and status.answers != FrameKind.LEAD:
             return  # sent before it heard our LEAD: it may have counted more since
         else:
-            member.hear(status)
+            member.receive(status)
         if self._going is not None:
-            self._going.hear(member, status)
+            self._going.receive(member, status)
         for lease in () if command is None else command.leases:
             record = self._dispatcher.ledger.released(lease, member.peer)
             if record is not None and self._going is not None:
@@ -238,8 +242,8 @@ class Coordinator:
     def _lose(self, peer: PeerId, reason: str) -> None:
         """Continue without a lost stage: forget the microbatches that it had counted."""
         step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
-        failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
-        self._office.decisions.note(
+        failed = f"it has failed {self._failures.in_a_row(peer)} times in a row"
+        self._resources.decisions.record(
             Topic.TRAINING, f"goes on without {peer[-8:]}", (reason, step, failed), about=(peer,)
         )
         self._dispatcher.lose(peer)
@@ -253,7 +257,7 @@ class Coordinator:
         """Handle a trainer's offer of work. It is refused if the run is invalid, or if another run is in progress."""
         try:
             run = decode_run(body.run)
-            self._office.check_run(run)
+            self._resources.check_run(run)
         except ProtocolError:
             channel.close(Error(ErrorCode.MALFORMED))
             return
@@ -263,7 +267,7 @@ class Coordinator:
         earlier = self._trainer_connections.of(channel.peer)
         if earlier is not None:  # a trainer that asks again starts anew: else one peer could be a thousand trainers
             self._lose_trainer(earlier)
-        channel.on_frame = lambda _frame, body: self._hear_trainer(trainer, body)
+        channel.on_frame = lambda _frame, body: self._receive_trainer(trainer, body)
         channel.on_lost = lambda _error: self._lose_trainer(trainer)
         stopped = self._trainer_connections.stopped
         if stopped is not None and (run != self._run or stopped.code):
@@ -278,7 +282,7 @@ class Coordinator:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
         return accepted
 
-    def _hear_trainer(self, trainer: TrainerLine, body: Body) -> None:
+    def _receive_trainer(self, trainer: TrainerLine, body: Body) -> None:
         if isinstance(body, Done | Failed) and body.run != trainer.run.id:
             trainer.channel.close(Error(ErrorCode.WRONG_RUN))
             self._lose_trainer(trainer)
@@ -298,7 +302,7 @@ class Coordinator:
 
     def _puts_off(self) -> bool:
         """Return whether the first step still waits for peers on their way to their spans; at most OTHERS_S, and only once."""
-        if not self._office.awaits_others():
+        if not self._resources.awaits_others():
             return False
         if self._put_off_s is None:
             self._put_off_s = self._clock()
@@ -327,23 +331,23 @@ class Coordinator:
 
     def _has_come(self, event: Event) -> bool:
         if event is Event.GATHERED:
-            self._found = self._recovery_plan()
-            return self._found is not None
+            self._recovery = self._recovery_plan()
+            return self._recovery is not None
         return self._step_loop is not None and self._step_loop.has_come(event)
 
     def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
             if action is Action.CALL_ROLL:
                 # Start a rendezvous: take a new term and ask every stage for its holdings.
-                self._rendezvous = Rendezvous(self._office.units, self._clock)
+                self._rendezvous = Rendezvous(self._resources.units, self._clock)
                 self._set_term(self.term + (1 << TERM_BITS))
                 for member in self._worker_group:
                     member.ask(self.term, self._dispatcher.key)
             elif action is Action.GATHER:
                 # Send every stage to the step of the recovery plan. Trainers of other runs are refused, unless this run is at
                 # its end and theirs can begin.
-                assert self._found is not None
-                run, found = self._found
+                assert self._recovery is not None
+                run, found = self._recovery
                 self._step_loop = self._steps(run, found.step)
                 self._step_loop.gather(found)
                 others = [trainer for trainer in self._trainer_connections if trainer.run != run]
@@ -391,7 +395,7 @@ class Coordinator:
         return StepLoop(
             run,
             step,
-            self._office,
+            self._resources,
             self._worker_group,
             self._dispatcher,
             self._trainer_connections,

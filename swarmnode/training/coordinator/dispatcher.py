@@ -32,10 +32,10 @@ from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.step_forecast import passing_s
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
-from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, set_at_once, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, Strikes
+from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, PeerFailures
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.training.worker.admission import seal_lease
 
@@ -107,7 +107,7 @@ class TrainerConnections:
 log = logging.getLogger(__name__)
 
 LEASE_BITS = 22  # leases of one term
-NEWCOMERS = "newcomers"  # all trainers that have fed nothing yet, as one name in `Strikes`
+NEWCOMERS = "newcomers"  # all trainers that have fed nothing yet, as one name in `PeerFailures`
 MAX_PROVEN = 1024
 
 
@@ -119,7 +119,7 @@ class Dispatcher:
     units: int
     members: Mapping[PeerId, WorkerHandle]
     trainer_connections: TrainerConnections
-    strikes: Strikes
+    failures: PeerFailures
     link_times: LinkTimes
     _: KW_ONLY
     clock: Callable[[], float]
@@ -133,7 +133,7 @@ class Dispatcher:
         self._positions = 0  # of one of its microbatches
         self._transfers = Transfers()
         self._proven: dict[PeerId, None] = {}  # trainers that have fed something
-        self._known: tuple[int, frozenset[PeerId]] | None = None  # step and stages of the last look-up of links
+        self._links_key: tuple[int, frozenset[PeerId]] | None = None  # step and stages of the last look-up of links
         self._numbers = itertools.count()
         self._times = AnswerTimes()
 
@@ -152,30 +152,30 @@ class Dispatcher:
         """Lease every microbatch that is free, as long as trainers and stages have room. Peers that are backing off get none."""
         ledger = self.ledger
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
-        workers = {member.peer: member.worker for member in usable if not self.strikes.rests(member.peer)}
+        workers = {member.peer: member.worker for member in usable if not self.failures.rests(member.peer)}
         self._know_links(ledger.step, workers)
         free = ledger.free()
-        for given, number in enumerate(free):
+        for dispatched, number in enumerate(free):
             # The trainer with the most room for another microbatch, or None if all are full or in a pause. If a trainer has
             # fed something, all trainers that have not share a single microbatch, and a pause after a failure: a stranger
             # could invent any number of them.
             load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self.trainer_connections}
-            able = [line for line in load if load[line] < 1 and not self.strikes.rests(line.peer)]
+            able = [line for line in load if load[line] < 1 and not self.failures.rests(line.peer)]
             if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
                 able = [line for line in able if line.peer in self._proven]
             trainer = min(able, key=lambda line: load[line], default=None)
             if trainer is None:
                 return
-            counters, left = ledger.counters(number), len(free) - given
+            counters, left = ledger.counters(number), len(free) - dispatched
             route = wire(workers, counters, self._transfers, left=left)
             if route is not None:
                 self._give(trainer, number, tuple(route))
             elif not any(counters):
                 return  # else only this microbatch waits for a certain peer
 
-    def keep_apart(self, accuser: PeerId, accused: PeerId) -> None:
+    def separate(self, accuser: PeerId, accused: PeerId) -> None:
         """Route no microbatch from one of these stages to the other, unless there is no other route."""
-        if accused in self.members and self._transfers.keep_apart(accuser, accused):
+        if accused in self.members and self._transfers.separate(accuser, accused):
             log.warning("stage %s finds that %s may send false data: they are kept apart", accuser, accused)
 
     def forget_separations(self) -> None:
@@ -198,11 +198,11 @@ class Dispatcher:
     def _know_links(self, step: int, workers: Mapping[PeerId, Replica]) -> None:
         """Look up the links, and how many microbatches keep each stage busy, if the step or the stages have changed."""
         known = step, frozenset(workers)
-        if known != self._known:
-            self._known, peers = known, sorted(workers)
+        if known != self._links_key:
+            self._links_key, peers = known, sorted(workers)
             between = self.link_times.between(peers, self._positions)
             self._transfers.know(peers, *between, self.link_times.homes(peers))
-            keep_busy(self.units, workers, self._transfers)
+            set_at_once(self.units, workers, self._transfers)
 
     def hopeless_unit(self) -> int | None:
         """Return the first layer whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
@@ -218,7 +218,7 @@ class Dispatcher:
 
     def _tries_newcomers(self) -> bool:
         tried = any(record.trainer not in self._proven for record in self.ledger.out)
-        return not tried and not self.strikes.rests(NEWCOMERS)
+        return not tried and not self.failures.rests(NEWCOMERS)
 
     def _give(self, trainer: TrainerLine, number: int, route: tuple[Wire, ...]) -> None:
         lease, now_s, step = (self.term << LEASE_BITS) + next(self._numbers), self.clock(), self.ledger.step
@@ -259,14 +259,14 @@ class Dispatcher:
         self.ledger.done(record, body.loss, body.expert_load)
         self.failed_attempts.forget(record.number, {peer for peer, _ in record.route})
         self._book(record, -1)
-        self._times.note(FrameKind.LEASE, self.clock() - record.given_at_s)
+        self._times.record(FrameKind.LEASE, self.clock() - record.issued_at_s)
         if trainer.peer not in self._proven:
-            self.strikes.forgive(NEWCOMERS)
+            self.failures.forgive(NEWCOMERS)
             self._proven[trainer.peer] = None
             if len(self._proven) > MAX_PROVEN:
                 del self._proven[next(iter(self._proven))]
         for peer in (trainer.peer, *(peer for peer, _ in record.route)):
-            self.strikes.forgive(peer)
+            self.failures.forgive(peer)
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
         """Take back a microbatch that the trainer gave up, so that it is computed again on another route.
@@ -290,7 +290,7 @@ class Dispatcher:
         now_s = self.clock()
         late = [record for record in self.ledger.out if now_s > record.until_s]
         for record in late:
-            log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.given_at_s)
+            log.warning("microbatch %d is late by its deadline of %.1f s", record.number, now_s - record.issued_at_s)
             self._call_back(record)
         if late:
             self._times.stretch(FrameKind.LEASE)
@@ -319,18 +319,18 @@ class Dispatcher:
         if record.suspects is None and not suspects:
             is_stranger = bool(self._proven) and record.trainer not in self._proven
             suspects = frozenset({record.trainer, *(() if is_stranger else (peer for peer, _ in record.route))})
-        if record.failed_at and not self.strikes.rests(record.failed_at):  # else it is the same failure
-            self.failed_attempts.note(record.number, record.failed_at, record.code, record.trainer)
+        if record.failed_at and not self.failures.rests(record.failed_at):  # else it is the same failure
+            self.failed_attempts.record(record.number, record.failed_at, record.code, record.trainer)
         for peer in suspects:
-            self.strike(peer, is_trainer=peer == record.trainer)
+            self.record_failure(peer, is_trainer=peer == record.trainer)
         return suspects
 
-    def strike(self, peer: PeerId, *, is_trainer: bool = False) -> None:
+    def record_failure(self, peer: PeerId, *, is_trainer: bool = False) -> None:
         """Leave a peer alone for a while. A trainer that fails OUT times in a row is no longer proven."""
-        self.strikes.strike(peer)
+        self.failures.record(peer)
         if is_trainer and peer not in self._proven:
-            self.strikes.strike(NEWCOMERS)
-        elif is_trainer and self.strikes.in_a_row(peer) >= OUT:
+            self.failures.record(NEWCOMERS)
+        elif is_trainer and self.failures.in_a_row(peer) >= OUT:
             self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:

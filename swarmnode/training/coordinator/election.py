@@ -23,8 +23,8 @@ from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
 from swarmnode.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.step_loop import Office
-from swarmnode.training.coordinator.timeouts import STALLED_S, Strikes
+from swarmnode.training.coordinator.step_loop import CoordinatorResources
+from swarmnode.training.coordinator.timeouts import STALLED_S, PeerFailures
 from swarmnode.training.coordinator.worker_group import Line, Loopback
 from swarmnode.training.worker.stage_state import check_positions
 from swarmnode.training.worker.training_stage import TrainingStage
@@ -52,13 +52,13 @@ class CoordinatorElection:
     awaits_others: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
-        self._office = Office(
+        self._resources = CoordinatorResources(
             self.units,
             self._dial,
-            Strikes(self.clock),
+            PeerFailures(self.clock),
             self.link_times,
             check_run=partial(check_positions, self.stage.segment),
-            found_false=self.stage.spot_checks.found,
+            false_peers=self.stage.spot_checks.false_peers,
             codecs=self.stage.compressor.allowed,
             clock=self.clock,
             decisions=self.decisions,
@@ -144,7 +144,7 @@ class CoordinatorElection:
         held = {
             unit for peer in self.directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
-        return self.clock() - self._still_since_s >= STALLED_S and len(held) >= self._office.units
+        return self.clock() - self._still_since_s >= STALLED_S and len(held) >= self._resources.units
 
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
@@ -156,7 +156,7 @@ class CoordinatorElection:
                     await self._happen(Event.SETTLED if self._is_our_turn() else Event.NOT_OUR_TURN)
             elif action is Action.CALL_ROLL:
                 term = term_after(self.stage.following.term, self.directory.network.peer_id)
-                self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
+                self._coordinator = Coordinator(term, self._resources, self._machine, self._resign_at)
                 log.info("your node leads the training from now on")
                 able = len(list(filter(self._may_lead, ready_peers(self.directory))))
                 vacant_s = self.clock() - self._vacant_since_s
@@ -164,7 +164,7 @@ class CoordinatorElection:
                     f"no machine has led for {vacant_s:.0f} s",
                     f"it is this node's turn among {able} machines that may lead",
                 )
-                self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
+                self._resources.decisions.record(Topic.TRAINING, "leads the training", facts)
                 self._coordinator.start()
             elif action is Action.RESIGN:
                 self._resign()
@@ -172,11 +172,11 @@ class CoordinatorElection:
     def _followed(self, peer: PeerId) -> None:
         """Handle that our stage follows a coordinator; if it is another peer's, ours resigns."""
         facts = (f"it took over last (term {self.stage.following.term})",)
-        self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
+        self._resources.decisions.record(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self.directory.network.peer_id:
             self._let_go()
 
-    def _heard_term(self, term: int) -> None:
+    def _resign_at(self, term: int) -> None:
         """Resign because our coordinator heard of `term`, or failed; the next coordinator takes a still higher term."""
         following = self.stage.following
         following.term = max(following.term, term)
@@ -200,7 +200,7 @@ class CoordinatorElection:
             if error is None
             else str(error),
         )
-        self._office.decisions.note(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
+        self._resources.decisions.record(Topic.TRAINING, f"does not follow {peer[-8:]} any more", facts, about=(peer,))
         if error is not None:
             self.directory.suspect(peer, str(error))
         self._changed.set()

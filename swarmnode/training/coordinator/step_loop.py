@@ -49,7 +49,7 @@ from swarmnode.training.coordinator.timeouts import (
     SAVE_S,
     AnswerTimes,
     FailedAttempts,
-    Strikes,
+    PeerFailures,
 )
 from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.training.worker.stage_state import masks_of
@@ -61,20 +61,20 @@ SOON = 8  # an eighth of a step is counted: later arrivals do not change its for
 
 
 @dataclass(frozen=True)
-class Office:
+class CoordinatorResources:
     """The node's resources for its coordinator in every term.
 
     `dial` opens a conversation with a stage. `check_run` raises ProtocolError if the model cannot do the run.
-    `found_false`: the peers that the node's own stage has found false. `awaits_others` returns whether peers are on their
+    `false_peers`: the peers that the node's own stage has found false. `awaits_others` returns whether peers are on their
     way to their spans. `clock` returns seconds.
     """
 
     units: int
     dial: Dial
-    strikes: Strikes
+    failures: PeerFailures
     link_times: LinkTimes
     check_run: Callable[[Run], None]
-    found_false: Set[PeerId]
+    false_peers: Set[PeerId]
     codecs: Collection[int]
     clock: Callable[[], float]
     decisions: DecisionLog
@@ -87,7 +87,7 @@ class StepLoop:
 
     run: Run
     step: int
-    office: Office
+    resources: CoordinatorResources
     worker_group: WorkerGroup
     dispatcher: Dispatcher
     trainer_connections: TrainerConnections
@@ -115,9 +115,9 @@ class StepLoop:
         return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
     def _begin_step(self) -> None:
-        self._ledger = StepLedger(self.step, self.office.units, self.run.passes(self.step), self.run.microbatches)
+        self._ledger = StepLedger(self.step, self.resources.units, self.run.passes(self.step), self.run.microbatches)
         self.dispatcher.begin(self.run, self._ledger)
-        self._began_at_s = self.office.clock()
+        self._began_at_s = self.resources.clock()
 
     @property
     def counted(self) -> int:
@@ -145,30 +145,30 @@ class StepLoop:
         for member in behind:
             self._sync(member)
 
-    def gather(self, found: RecoveryPlan) -> None:
+    def gather(self, plan: RecoveryPlan) -> None:
         """Send every stage to the step of the recovery plan."""
-        self._as_founded = found.anew or all(member.is_as_founded for member in self.worker_group.answered())
+        self._as_founded = plan.anew or all(member.is_as_founded for member in self.worker_group.answered())
         members = self.worker_group.members
-        told = next((members[peer].status for peer in found.stay if peer in members), None)
-        for peer in found.stay | found.commit | found.restore:
+        status = next((members[peer].status for peer in plan.stay if peer in members), None)
+        for peer in plan.stay | plan.commit | plan.restore:
             member = members[peer]
-            if peer in found.commit:
-                assert told is not None  # a stage commits only if another one has committed
+            if peer in plan.commit:
+                assert status is not None  # a stage commits only if another one has committed
                 member.state = WorkerState.COMING
-                member.command(Commit(found.step - 1, told.norm, self.run.id, told.loss))
-            elif peer in found.restore:
-                member.command(Restore(self._raw_run, found.step))
+                member.command(Commit(plan.step - 1, status.norm, self.run.id, status.loss))
+            elif peer in plan.restore:
+                member.command(Restore(self._raw_run, plan.step))
             elif member.status is not None and self._is_here(member.status):
                 member.state = WorkerState.USABLE
-                self._take_counts(member, member.status)
+                self._record_counts(member, member.status)
             else:
                 member.command(Begin(self._raw_run))
-        for peer in found.sync:
+        for peer in plan.sync:
             self._sync(members[peer])
         if (
-            told is not None and self.step > 0 and not self.trainer_connections.history
+            status is not None and self.step > 0 and not self.trainer_connections.history
         ):  # the previous coordinator may have died before it could report the step
-            self._tell_step(told.loss, 0.0, told.norm, len(found.stay))
+            self._tell_step(status.loss, 0.0, status.norm, len(plan.stay))
 
     def _is_here(self, status: Status) -> bool:
         """Return whether a stage is ready for the current step."""
@@ -182,21 +182,21 @@ class StepLoop:
 
     # -- messages from stages
 
-    def hear(self, member: WorkerHandle, body: Body) -> None:
+    def receive(self, member: WorkerHandle, body: Body) -> None:
         """Handle a message of a stage. The member has already taken in its status, except for answers to RELEASE."""
         if (hear := FROM_WORKERS.get(type(body))) is not None:
             hear(self, member, body)
 
-    def _hear_status(self, member: WorkerHandle, status: Status) -> None:
+    def _receive_status(self, member: WorkerHandle, status: Status) -> None:
         if status.answers == FrameKind.RELEASE:
             if member.state is WorkerState.USABLE and self._is_here(status):
-                member.hear(status)
-                self._take_counts(member, status, adds=True)
+                member.receive(status)
+                self._record_counts(member, status, adds=True)
         elif member.state is WorkerState.ASKED:
             # Put a stage that arrived during the run to use, or send it its first command, depending on its report.
             if self._is_here(status):
                 member.state = WorkerState.USABLE
-                self._take_counts(member, status)
+                self._record_counts(member, status)
             elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
                 member.command(Begin(self._raw_run))
             else:
@@ -208,17 +208,17 @@ class StepLoop:
                 member.state = WorkerState.USABLE
                 self._ledger.report(member.peer, member.span, {})
             if status.answers == FrameKind.DISCARD:
-                self._take_counts(member, status)
+                self._record_counts(member, status)
         elif status.answers in (FrameKind.BEGIN, FrameKind.RESTORE):
             log.warning("stage %s could not reach step %d", member.peer, self.step)
-            self.office.strikes.strike(member.peer)
+            self.resources.failures.record(member.peer)
             self._astray = True
         elif status.answers == FrameKind.COMMIT or (
             status.answers == FrameKind.SYNC and status.condition != Condition.READY
         ):
             self._sync(member)  # it came too late for an all-reduce, or did not get a state
 
-    def _take_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
+    def _record_counts(self, member: WorkerHandle, status: Status, *, adds: bool = False) -> None:
         """Enter a stage's counts in the ledger (`StepLedger.report`). Raises ProtocolError if the step does not have such
         microbatches."""
         masks = masks_of(status.counted, self._ledger.everything)
@@ -228,7 +228,7 @@ class StepLoop:
         """Blame the peers that may have made a released lease fail, and dismiss those that failed OUT times if others can
         take their place."""
         for peer in self.dispatcher.blame(record):
-            if self.office.strikes.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
+            if self.resources.failures.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
                 self.worker_group.dismiss(peer, f"it failed {OUT} times in a row")
         self._stop_if_hopeless()
 
@@ -238,18 +238,18 @@ class StepLoop:
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code
             facts = (f"every machine with layer {unit} has failed {ATTEMPTS} times, at last by error {code}",)
-            self.office.decisions.note(Topic.TRAINING, f"stops the run at step {self.step}", facts)
+            self.resources.decisions.record(Topic.TRAINING, f"stops the run at step {self.step}", facts)
             self._stopped = Stopped(self.step, self.run.id, code, unit)
 
-    def _hear_reduced(self, member: WorkerHandle, body: Reduced) -> None:
+    def _receive_reduced(self, member: WorkerHandle, body: Reduced) -> None:
         if self._all_reduce is not None and (body.run, body.attempt) == (self.run.id, self._all_reduce.attempt):
             member.answered(FrameKind.REDUCE)
-            if self._all_reduce.hear(member.peer, body):
-                self.office.strikes.forgive(member.peer)
-                self.averaging_groups.hear(member.peer, body.rates)
-                self.dispatcher.keep_apart(member.peer, body.suspect)
+            if self._all_reduce.accept(member.peer, body):
+                self.resources.failures.forgive(member.peer)
+                self.averaging_groups.record_rates(member.peer, body.rates)
+                self.dispatcher.separate(member.peer, body.suspect)
 
-    def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
+    def _receive_failed(self, member: WorkerHandle, body: Failed) -> None:
         """Handle a FAILED message of a stage: its all-reduce failed, or a microbatch gave NaN. Messages of other runs are
         ignored."""
         if body.run != self.run.id:
@@ -261,12 +261,12 @@ class StepLoop:
             else:
                 all_reduce.fail(member.peer, body.peer or None)
             if not body.peer:
-                self.dispatcher.failed_attempts.note(ALL_REDUCE, member.peer, body.code)
+                self.dispatcher.failed_attempts.record(ALL_REDUCE, member.peer, body.code)
                 self._stop_if_hopeless()
         if body.code == ErrorCode.NOT_FINITE:
-            self._hear_claim(member, body)
+            self._receive_claim(member, body)
 
-    def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
+    def _receive_claim(self, member: WorkerHandle, claim: Failed) -> None:
         """Handle a stage's claim of NaN in a microbatch, made by one of its layers or sent by a neighbour.
 
         Peers that are suspects in all claims of the step are struck, and a claimant is kept apart from the neighbour that it
@@ -298,14 +298,14 @@ class StepLoop:
         beside = () if record is None else [pair for pair in pairwise(record.stages) if member.peer in pair]
         for one, other in [(member.peer, claim.peer)] if claim.peer else beside:
             if self.worker_group.can_spare(one) or self.worker_group.can_spare(other):
-                self.dispatcher.keep_apart(one, other)
+                self.dispatcher.separate(one, other)
         for peer in sorted(common):
-            self.dispatcher.strike(peer, is_trainer=record is not None and peer == record.trainer)
+            self.dispatcher.record_failure(peer, is_trainer=record is not None and peer == record.trainer)
         spared = sorted(peer for peer in common if self.worker_group.can_spare(peer))
         if spared and (count >= 2 * OUT or (count >= OUT and len(spared) == 1)):
             suspect = spared[count % len(spared)]
             if count >= 2 * OUT and common == {suspect}:
-                self.office.strikes.ban(suspect)
+                self.resources.failures.ban(suspect)
             self.worker_group.dismiss(suspect, "values that pass through it become NaN or infinite")
 
     def _suspects(self, claimant: PeerId, claim: Failed, record: OutstandingLease | None) -> frozenset[PeerId] | None:
@@ -345,7 +345,7 @@ class StepLoop:
         return event in CONDITIONS and CONDITIONS[event](self)
 
     def _is_uncovered(self) -> bool:
-        return self._astray or bool(self.worker_group.uncovered(self.office.units))
+        return self._astray or bool(self.worker_group.uncovered(self.resources.units))
 
     def _is_counted(self) -> bool:
         """Return whether all microbatches are counted once and none is leased.
@@ -360,7 +360,7 @@ class StepLoop:
             ledger.lose(peer)
             self.worker_group.members[peer].command(Discard(self.run.id))
         if self._begins:
-            self._began_at_s = self.office.clock()
+            self._began_at_s = self.resources.clock()
         # Forecast the current step, again if the stages have changed, unless an eighth of its microbatches is already
         # counted.
         is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
@@ -369,7 +369,7 @@ class StepLoop:
         self.dispatcher.dispatch()
         self._begins = self._begins and not ledger.leases
         hearing = self.worker_group.hearing(self.step)
-        resting = any(self.office.strikes.rests(member.peer) for member in hearing)
+        resting = any(self.resources.failures.rests(member.peer) for member in hearing)
         return ledger.complete() and not ledger.leases and not resting
 
     def _is_evaluated(self) -> bool:
@@ -400,7 +400,7 @@ class StepLoop:
             # Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed.
             reason = "other stages find that what it sends or contributes is not what it computes"
             log.warning("stage %s is left out: %s", convicted, reason)
-            self.office.strikes.ban(convicted)
+            self.resources.failures.ban(convicted)
             self.worker_group.dismiss(convicted, reason)
             self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(convicted,)))
         if not all_reduce.failed:
@@ -409,13 +409,13 @@ class StepLoop:
         culprit = all_reduce.culprit
         if culprit is None:
             self._times.stretch(FrameKind.REDUCE)
-        elif self.office.strikes.strike(culprit) > 1 and self.worker_group.can_spare(culprit):
+        elif self.resources.failures.record(culprit) > 1 and self.worker_group.can_spare(culprit):
             self.worker_group.dismiss(culprit, "the replicas cannot agree with it")
 
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
         """Return a contributor that sends or contributes false values, by its replicas' majority or by this node's own
         observation; None if there is none."""
-        return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
+        return all_reduce.convicted or min(self.resources.false_peers & all_reduce.contributors, default=None)
 
     def reduce(self) -> None:
         """Start the all-reduce of the replicas of each layer; listeners take part without a contribution."""
@@ -429,7 +429,7 @@ class StepLoop:
             [member.peer for member in hearing],
             run=self.run.id,
             within_s=within_s,
-            clock=self.office.clock,
+            clock=self.resources.clock,
         )
         for member in hearing:
             answer_s = member.times.wait_s(FrameKind.RELEASE, rtt_s=member.line.rtt_s or 0.0)
@@ -440,12 +440,12 @@ class StepLoop:
         gradients of the step have been summed."""
         assert self._all_reduce is not None
         usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
-        found = (self._ledger.held_out_loss, self._ledger.expert_load)
-        self._times.note(FrameKind.REDUCE, self.office.clock() - self._all_reduce.began_s)
+        measures = (self._ledger.held_out_loss, self._ledger.expert_load)
+        self._times.record(FrameKind.REDUCE, self.resources.clock() - self._all_reduce.began_s)
         self.averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
-        saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
+        saves = self.run.is_checkpoint(self.step + 1)
         link_s = slowest_link_s(0.0 if member.status is None else member.status.slowest_link_s for member in usable)
         word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
         for member in self.worker_group.hearing(self.step):
@@ -453,8 +453,8 @@ class StepLoop:
                 member.send(word)  # it answers only if it came too late
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
-        step_s = self.office.clock() - self._began_at_s
-        self._tell_step(loss, step_s, norm, len(usable), self.step, *found)
+        step_s = self.resources.clock() - self._began_at_s
+        self._tell_step(loss, step_s, norm, len(usable), self.step, *measures)
         self.step += 1
         self._claims.clear()
         self._begin_step()
@@ -471,7 +471,9 @@ class StepLoop:
                 f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s expected",
                 f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
             )
-            self.office.decisions.note(Topic.TRAINING, "forecasts steps from measurements of stages and links", facts)
+            self.resources.decisions.record(
+                Topic.TRAINING, "forecasts steps from measurements of stages and links", facts
+            )
         self._expect(forecast_s)
 
     def _expect(self, forecast_s: float) -> None:
@@ -516,7 +518,7 @@ class StepLoop:
             self.trainer_connections.tell(msgspec.structs.replace(self._last, held_out_loss=told))
         self.dispatcher.clear()
         for peer in self.dispatcher.failed_attempts.peers:  # a trainer may try it again
-            self.office.strikes.forgive(peer)
+            self.resources.failures.forgive(peer)
         self.dispatcher.failed_attempts = FailedAttempts()
         self.dispatcher.forget_separations()
         if stopped.code:
@@ -526,9 +528,9 @@ class StepLoop:
 
 
 FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]] = {
-    Status: StepLoop._hear_status,
-    Reduced: StepLoop._hear_reduced,
-    Failed: StepLoop._hear_failed,
+    Status: StepLoop._receive_status,
+    Reduced: StepLoop._receive_reduced,
+    Failed: StepLoop._receive_failed,
 }
 """Handlers of the messages of stages (`docs/training-step.md`)."""
 

@@ -1,6 +1,6 @@
 """Answer times: how long a coordinator waits for each kind of answer, from the time that earlier answers took.
 
-Strikes and failed attempts: the peers that failed lately and are left alone for a while, and work that fails at every stage.
+PeerFailures and failed attempts: the peers that failed lately and are left alone for a while, and work that fails at every stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FailedAttempts:
 
     def __init__(self) -> None:
         self._by_stage: defaultdict[int, Counter[PeerId]] = defaultdict(Counter)
-        self._told_by: defaultdict[int, set[PeerId]] = defaultdict(set)
+        self._reporters: defaultdict[int, set[PeerId]] = defaultdict(set)
         self.code = 0  # of the latest failure
 
     @property
@@ -40,7 +40,7 @@ class FailedAttempts:
         """Peers whose stages have failed attempts at work."""
         return {peer for by_stage in self._by_stage.values() for peer in by_stage}
 
-    def note(self, number: int, peer: PeerId, code: int, trainer: PeerId | None = None) -> None:
+    def record(self, number: int, peer: PeerId, code: int, trainer: PeerId | None = None) -> None:
         """Count a failed attempt of `peer` at microbatch `number`, or at the all-reduce (ALL_REDUCE). Ignores temporary reasons.
         `trainer` reported it; None if the stage did."""
         if code not in LASTING and code in ErrorCode._value2member_map_:
@@ -49,12 +49,12 @@ class FailedAttempts:
         for key in (number,) if trainer is None else (number, ANY):
             self._by_stage[key][peer] += 1
             if trainer is not None:
-                self._told_by[key].add(trainer)
+                self._reporters[key].add(trainer)
 
     def forget(self, number: int, peers: Collection[PeerId]) -> None:
         """Forget the failures of microbatch `number`, and those of `peers`, whose stages have now computed it."""
         self._by_stage.pop(number, None)
-        self._told_by.pop(number, None)
+        self._reporters.pop(number, None)
         for peer in peers:
             self._by_stage[ANY].pop(peer, None)
 
@@ -62,7 +62,7 @@ class FailedAttempts:
         """Return the first layer whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word
         of one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
         for number, by_stage in self._by_stage.items():
-            if number != ALL_REDUCE and not self._told_by[number].issuperset(trainers):
+            if number != ALL_REDUCE and not self._reporters[number].issuperset(trainers):
                 continue
             for unit, peers in enumerate(holders):
                 if peers and all(by_stage[peer] >= ATTEMPTS for peer in peers):
@@ -70,7 +70,7 @@ class FailedAttempts:
         return None
 
 
-class Strikes:
+class PeerFailures:
     """Consecutive failures and pauses of peers, kept over a coordinator's terms. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -78,7 +78,7 @@ class Strikes:
         self._in_a_row: Counter[PeerId] = Counter()
         self._banned: dict[PeerId, None] = {}
 
-    def strike(self, peer: PeerId) -> int:
+    def record(self, peer: PeerId) -> int:
         """Record a failure of `peer` and return its number of consecutive failures. Failures during the pause after an
         earlier one do not count again."""
         if not self.rests(peer):
@@ -135,12 +135,12 @@ class AnswerTimes:
     """Times of the answers of one peer, or (for all-reduces and leases) of all peers together."""
 
     def __init__(self) -> None:
-        self._taken: defaultdict[FrameKind, Expectation] = defaultdict(Expectation)
+        self._durations: defaultdict[FrameKind, Expectation] = defaultdict(Expectation)
         self._stretch: defaultdict[FrameKind, float] = defaultdict(lambda: 1.0)
 
-    def note(self, kind: FrameKind, seconds: float) -> None:
+    def record(self, kind: FrameKind, seconds: float) -> None:
         """Record that an answer of this kind took `seconds`. Ends the stretching of its deadline."""
-        self._taken[kind].note(seconds)
+        self._durations[kind].record(seconds)
         self._stretch[kind] = 1.0
 
     def stretch(self, kind: FrameKind) -> None:
@@ -151,6 +151,6 @@ class AnswerTimes:
     def wait_s(self, kind: FrameKind, *, rtt_s: float = 0.0, work_s: float = 0.0) -> float:
         """Return the seconds to wait for an answer. `work_s` is known computing time before the answer."""
         unmeasured_s, rule = RULES.get(kind, ANSWER)
-        taken_s = self._taken[kind].bound
+        taken_s = self._durations[kind].bound
         usual_s = unmeasured_s if taken_s is None else taken_s
         return rule.wait_s(rtt_s=rtt_s, work_s=max(usual_s, work_s)) * self._stretch[kind]

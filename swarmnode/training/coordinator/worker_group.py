@@ -29,7 +29,7 @@ from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import decode_run
-from swarmnode.training.coordinator.timeouts import SILENCE_S, STALLED_S, AnswerTimes, Strikes
+from swarmnode.training.coordinator.timeouts import SILENCE_S, STALLED_S, AnswerTimes, PeerFailures
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Loopback:
 
     def send(self, body: Body) -> None:
         """Deliver a message to the other end, on the event loop's next turn."""
-        asyncio.get_running_loop().call_soon(self._other._hear, body)
+        asyncio.get_running_loop().call_soon(self._other._receive, body)
 
     def close(self, last: Body | None = None) -> None:
         """End the conversation with the message `last` (default: END)."""
@@ -65,7 +65,7 @@ class Loopback:
             self.open = False
             self.send(last or End())
 
-    def _hear(self, body: Body) -> None:
+    def _receive(self, body: Body) -> None:
         if self.open:
             self.open = not isinstance(body, End)
             self.on_frame(Frame(KIND_OF[type(body)], 0, 0, b""), body)
@@ -172,7 +172,7 @@ class WorkerHandle:
         found = next((command for command in self.asked if command.kind == kind), None)
         if found is not None:
             now_s = self.clock()
-            self.times.note(found.kind, now_s - found.began_s)
+            self.times.record(found.kind, now_s - found.began_s)
             self.asked.remove(found)
             if self.asked:
                 self.asked[0].began_s = max(self.asked[0].began_s, now_s)
@@ -190,7 +190,7 @@ class WorkerHandle:
 
     # -- messages
 
-    def hear(self, status: Status) -> None:
+    def receive(self, status: Status) -> None:
         """Take in a stage's status. Raises ProtocolError if its run is invalid, which ends the stage's line only."""
         if status.run:
             decode_run(status.run)
@@ -201,7 +201,7 @@ class WorkerHandle:
         self.worker.unit_s = status.unit_s
         self.worker.window = status.window
 
-    def hears(self, step: int) -> bool:
+    def joins_all_reduce(self, step: int) -> bool:
         """Return whether the stage takes part in the all-reduce of `step`."""
         listens = self.state is WorkerState.LISTENING and self.listens_from <= step
         return listens or self.state is WorkerState.USABLE
@@ -221,16 +221,17 @@ class WorkerHandle:
 class WorkerGroup:
     """The stages of a training, as the coordinator follows them.
 
-    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `heard` for each of its messages,
-    and `lost`, with the reason, once it is gone. A stage that failed lately (`strikes`) is called again after a growing pause.
+    `dial` opens a conversation with a stage. `joined` is called for each stage that is reached, `received` for each of its
+    messages, and `lost`, with the reason, once it is gone. A stage that failed lately (`failures`) is called again after a
+    growing pause.
     """
 
     dial: Dial
-    strikes: Strikes
+    failures: PeerFailures
     _: KW_ONLY
     clock: Callable[[], float]
     joined: Callable[[WorkerHandle], None]
-    heard: Callable[[WorkerHandle, Body], None]
+    received: Callable[[WorkerHandle, Body], None]
     lost: Callable[[PeerId, str], None]
 
     def __post_init__(self) -> None:
@@ -253,36 +254,36 @@ class WorkerGroup:
     def enlist(self, peers: Iterable[PeerId]) -> None:
         """Connect to those of the stages `peers` that are not connected, being dialled, banned or backing off."""
         for peer in peers:
-            if peer not in self.members and peer not in self._dialing and not self.strikes.rests(peer):
+            if peer not in self.members and peer not in self._dialing and not self.failures.rests(peer):
                 self._dialing.add(peer)
                 self._tasks.spawn(self._call(peer), f"call {peer}")
 
     async def _call(self, peer: PeerId) -> None:
         try:
             line = await self.dial(
-                peer, lambda _frame, body: self._hear(peer, body), lambda error: self._lose(peer, error)
+                peer, lambda _frame, body: self._receive(peer, body), lambda error: self._lose(peer, error)
             )
         except SwarmnodeError as error:
             log.info("stage %s cannot be reached: %s", peer, error)
-            self.strikes.strike(peer)
+            self.failures.record(peer)
             return
         finally:
             self._dialing.discard(peer)
         member = self.members[peer] = WorkerHandle(peer, line, self.clock)
         self.joined(member)
 
-    def _hear(self, peer: PeerId, body: Body) -> None:
+    def _receive(self, peer: PeerId, body: Body) -> None:
         if isinstance(body, End | Error):
             self._lose(peer)
         elif peer in self.members:
-            self.heard(self.members[peer], body)
+            self.received(self.members[peer], body)
 
     def _lose(self, peer: PeerId, error: PeerError | None = None) -> None:
         member = self.members.pop(peer, None)
         if member is not None:
             reason = str(error or "it closed the connection")
             log.info("stage %s is lost: %s", peer, reason)
-            self.strikes.strike(peer)
+            self.failures.record(peer)
             member.line.close()
             self.lost(peer, reason)
 
@@ -301,7 +302,7 @@ class WorkerGroup:
 
     def hearing(self, step: int) -> list[WorkerHandle]:
         """Return the stages that take part in the all-reduce of `step`."""
-        return [member for member in self if member.hears(step)]
+        return [member for member in self if member.joins_all_reduce(step)]
 
     def answered(self) -> list[WorkerHandle]:
         """Return the members whose stages have reported their layers and step."""
@@ -357,13 +358,13 @@ class Following:
         if body.term < self.term or rivals or jumps or rests:
             return False
         self.term, self.key, self.coordinator, self.line = body.term, body.key, line.peer, line
-        self.heard()
+        self.record_message()
         if self._watch is None:
             self._watch = self._tasks.spawn(self._watch_silence(), "silence")
         self.on_followed(line.peer)
         return True
 
-    def heard(self) -> None:
+    def record_message(self) -> None:
         """Record that the coordinator has sent a message."""
         self._silent_ticks = 0
 
@@ -449,7 +450,7 @@ DOING = {
 
 
 def longest_waits(
-    members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], strikes: Strikes, now_s: float
+    members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], failures: PeerFailures, now_s: float
 ) -> tuple[Wait, ...]:
     """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way. A
     microbatch may be at any place of its route, so all its peers are listed. Waits that began just now are left out. Each kind is
@@ -457,15 +458,15 @@ def longest_waits(
     waits: list[Wait] = []
     for member in members:
         if member.refuses:
-            waits.append(Wait(member.peer, FrameKind.FAILED, strikes.pause_s(member.peer), *member.span))
+            waits.append(Wait(member.peer, FrameKind.FAILED, failures.pause_s(member.peer), *member.span))
         elif member.asked and now_s - member.asked[0].began_s >= WORTH_TELLING_S:
             command = member.asked[0]
             waits.append(Wait(member.peer, command.kind, now_s - command.began_s, *member.span))
-        elif strikes.rests(member.peer):
-            waits.append(Wait(member.peer, 0, strikes.pause_s(member.peer), *member.span))
+        elif failures.rests(member.peer):
+            waits.append(Wait(member.peer, 0, failures.pause_s(member.peer), *member.span))
     for record in leases:
-        if now_s - record.given_at_s >= WORTH_TELLING_S:
-            waited_s = now_s - record.given_at_s
+        if now_s - record.issued_at_s >= WORTH_TELLING_S:
+            waited_s = now_s - record.issued_at_s
             waits.append(Wait(record.trainer, FrameKind.LEASE, waited_s))
             waits += [Wait(peer, FrameKind.LEASE, waited_s, *span) for peer, span in record.route]
     once = {(wait.peer, wait.what): wait for wait in sorted(waits, key=lambda wait: wait.since_s)}

@@ -49,7 +49,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import ask_one
 from swarmnode.plan.audits import CONTRIBUTED, SMALLEST, Calibration, Judgement, Tolerance, judge_states
 from swarmnode.swarm.records.statement import open_commitment
-from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, Place, read_entries
+from swarmnode.training.spot_checks.step_records import Committer, Place, StoredMicrobatch, read_entries
 from swarmnode.training.worker.admission import is_of_its_size
 
 SUMS_ROUND = 4.0  # factor: what a microbatch added is the difference of two sums
@@ -266,7 +266,7 @@ class Examination:
             tolerance = calibration.tolerance(number_format, codec, units=units, deviations=apart)
             judgement = judge_states(apart, tolerance)
             if not judgement.false:
-                calibration.note(self.peer, number_format, codec, apart, units=units)
+                calibration.record(self.peer, number_format, codec, apart, units=units)
             yield judgement
         if shown.parameters_S.shape != again.sketch_S.shape:
             raise FalseWork("the sketch is of other parameters", peer=self.peer)
@@ -276,7 +276,7 @@ class Examination:
         yield judge_states(apart, replace(tolerance, deviation=SUMS_ROUND * tolerance.deviation))
 
 
-def differ(own: KeptMicrobatch, theirs: MicrobatchRecord) -> bool:
+def differ(own: StoredMicrobatch, theirs: MicrobatchRecord) -> bool:
     """Return whether a neighbour's record names other data on the edge between the two stages than arrived and left here."""
     ours = own.record()
     if theirs.end == ours.start:

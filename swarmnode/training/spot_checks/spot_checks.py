@@ -6,7 +6,7 @@ false is named in every later summation with it (`coordinator/averaging_groups.p
 The other stages hear an accusation and check for themselves: none trusts another's word.
 
 A stage also looks at one hop beside it: whether what that hop committed to having sent or returned is what arrived here. It knows
-this for itself alone, so the coordinator lets the two not exchange microbatches any more (`Transfers.keep_apart`).
+this for itself alone, so the coordinator lets the two not exchange microbatches any more (`Transfers.separate`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from swarmnode.training.spot_checks.check_examination import (
     judge_contribution,
     shapes_of,
 )
-from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, StepRecords, check_server
+from swarmnode.training.spot_checks.step_records import Committer, StepRecords, StoredMicrobatch, check_server
 from swarmnode.training.worker.admission import ReceivedLabels
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Suspicions:
     def __len__(self) -> int:
         return len(self._by_author)
 
-    def hear(self, author: PeerId, accused: PeerId) -> None:
+    def record(self, author: PeerId, accused: PeerId) -> None:
         """Record an accusation. Ignores it if its author has accused in vain before, is shunned, accuses itself or has one pending,
         or if there are MAX_SUSPICIONS already."""
         doubtful = author == accused or author in self._standing.shunned | self._standing.doubted
@@ -83,7 +83,7 @@ class Suspicions:
         told = ((author, accused) for author, (accused, _) in self._by_author.items())
         return next((accused for author, accused in told if author in peers and accused in peers), None)
 
-    def looked(self, accused: PeerId, result: str) -> None:
+    def record_check(self, accused: PeerId, result: str) -> None:
         """Record the result of a check of a peer, whatever the reason for the check. Ends accusations that are confirmed or
         checked LOOKS times."""
         for author, (told, results) in list(self._by_author.items()):
@@ -111,18 +111,18 @@ class SpotChecks:
 
     def __post_init__(self) -> None:
         self.records = StepRecords(self.peer.link_config.ledger)
-        self.found: set[PeerId] = set()  # peers found false by computation here
+        self.false_peers: set[PeerId] = set()  # peers found false by computation here
         self.counts: Counter[str] = Counter()
         self._calibration = Calibration()
         self._suspicions = Suspicions(self.standing)
         self._checked = (b"", -1)  # the run and step of the last draw
         self._drawn: PeerId | None = None  # in that step, and not checked yet
-        self._exchange: tuple[KeptMicrobatch, PeerId] | None = None  # with a hop beside this one, likewise
+        self._exchange: tuple[StoredMicrobatch, PeerId] | None = None  # with a hop beside this one, likewise
         self._watched: ContributionSketch | None = None
         self._board = board_of(self.peer, SPOT_CHECK_PROTOCOL)
         self._members: frozenset[PeerId] = frozenset()  # of the last REDUCE
         self._server = check_server(
-            self.peer, self.committer, self.records, lambda asker: asker in self._members, self._hear
+            self.peer, self.committer, self.records, lambda asker: asker in self._members, self._receive
         )
         self._telling = Tasks("accusations", on_crash=self.peer.link_config.supervisor.ends_conversation)
 
@@ -147,7 +147,7 @@ class SpotChecks:
 
     def remember(
         self, learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
-    ) -> KeptMicrobatch | None:
+    ) -> StoredMicrobatch | None:
         """Return a record of a microbatch that is about to be computed; None if it was counted before, if it is held-out data,
         which give no gradients, or if there is no room."""
         hop = body.route[body.hop]
@@ -178,12 +178,12 @@ class SpotChecks:
     async def check(self, reduce: Reduce, learner: DeviceLearners) -> PeerId:
         """Check the drawn replica and neighbour after the gradients are summed. Returns a contributor, else a neighbour of this
         step, that was found false here, now or before; empty if there is none. Raises nothing that a peer can cause."""
-        await self._look(reduce, learner)
-        await self._look_beside(reduce, learner)
+        await self._check_drawn(reduce, learner)
+        await self._check_exchange(reduce, learner)
         beside = {peer for _, peer in self._exchanges(learner)}
-        return min(self.found & contributors(reduce), default="") or min(self.found & beside, default="")
+        return min(self.false_peers & contributors(reduce), default="") or min(self.false_peers & beside, default="")
 
-    async def _look(self, reduce: Reduce, learner: DeviceLearners) -> None:
+    async def _check_drawn(self, reduce: Reduce, learner: DeviceLearners) -> None:
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn not in contributors(reduce):
             return
@@ -197,12 +197,12 @@ class SpotChecks:
         except WITHOUT_RESULT as error:
             log.info("a spot check of peer %s had no result: %s", drawn, error or "no answer in time")
             self.standing.forfeit(drawn)
-            self._note(drawn, "void")
+            self._record(drawn, "void")
         else:
             self._settle(examination, reduce, judgement)
-        await self.standing.keep()
+        await self.standing.store()
 
-    async def _look_beside(self, reduce: Reduce, learner: DeviceLearners) -> None:
+    async def _check_exchange(self, reduce: Reduce, learner: DeviceLearners) -> None:
         """Compare the drawn microbatch with the record of the hop that it was exchanged with. A hop without a record of the same
         attempt, or of an older version, is not found false."""
         drawn, self._exchange = self._exchange, None
@@ -222,17 +222,17 @@ class SpotChecks:
             log.info("peer %s did not show an exchanged microbatch: %s", peer, error or "no answer in time")
             return
         self._find(examination, why)
-        await self.standing.keep()
+        await self.standing.store()
 
-    def _exchanges(self, learner: DeviceLearners) -> list[tuple[KeptMicrobatch, PeerId]]:
+    def _exchanges(self, learner: DeviceLearners) -> list[tuple[StoredMicrobatch, PeerId]]:
         """Return the microbatches of the step that this stage exchanged with other stages, with each of these."""
         kept = self.records.of(learner.run.id, learner.step).values()
         return [(one, peer) for one in kept for peer in one.neighbours]
 
-    def _draw_exchange(self, learner: DeviceLearners) -> tuple[KeptMicrobatch, PeerId] | None:
+    def _draw_exchange(self, learner: DeviceLearners) -> tuple[StoredMicrobatch, PeerId] | None:
         """Return a microbatch to compare with a hop beside this one; None if there is none, or this stage checks nothing. It is
         charged to the budget and does not wait for it: it costs a fraction of what a step earns."""
-        able = [(one, peer) for one, peer in self._exchanges(learner) if peer not in self.found]
+        able = [(one, peer) for one, peer in self._exchanges(learner) if peer not in self.false_peers]
         if not able or not self.budget.share:
             return None
         counted = len(self.records.of(learner.run.id, learner.step))
@@ -243,7 +243,7 @@ class SpotChecks:
         """Return the peer to check in this step: a suspect, or at random any contributor; None for most steps."""
         step = learner.run.id, learner.step
         averages = learner.run.averaging.every > 1  # parameters differ then
-        others = contributors(reduce) - self.found - {self.committer.peer}
+        others = contributors(reduce) - self.false_peers - {self.committer.peer}
         self._checked = step
         if averages or not others or not learner.segment.is_portable:
             return None
@@ -277,43 +277,43 @@ class SpotChecks:
 
     def _settle(self, examination: Examination, reduce: Reduce, judgement: Judgement | None) -> None:
         if judgement is None:
-            self._note(examination.peer, "void")
+            self._record(examination.peer, "void")
         elif judgement.false:
             beyond = f"{judgement.beyond} of {judgement.compared} rows exceed the tolerance"
             self._find(examination, f"{beyond}, by up to {judgement.worst:.3g} times", contributors(reduce))
         else:
-            self._note(examination.peer, "passed")
+            self._record(examination.peer, "passed")
             self.standing.pass_audit(examination.peer, judgement.compared)
 
     def _find(self, examination: Examination, why: str, contributors: Collection[PeerId] = ()) -> None:
         """Record that the examined peer is false, and tell the other contributors to look at it, too."""
         peer = examination.peer
         log.warning("peer %s sends false results in the training: %s", peer, why)
-        self._note(peer, "false")
-        self.found.add(peer)
+        self._record(peer, "false")
+        self.false_peers.add(peer)
         self.standing.shun(peer)
         accusation = Accusation(examination.learner.run.id, peer, examination.commitment)
         for other in sorted(set(contributors) - {self.committer.peer, peer}):
             self._telling.spawn(self._tell(other, accusation), f"tell {other}")
 
-    def _note(self, peer: PeerId, result: str) -> None:
+    def _record(self, peer: PeerId, result: str) -> None:
         self.counts[result] += 1
-        self._suspicions.looked(peer, result)
+        self._suspicions.record_check(peer, result)
 
     # -- telling
 
     async def _tell(self, other: PeerId, accusation: Accusation) -> None:
-        async def told() -> None:
+        async def send() -> None:
             async for _ in ask(self._board, other, accusation):
                 pass
 
         try:
-            await asyncio.wait_for(told(), TELL_S)
+            await asyncio.wait_for(send(), TELL_S)
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             log.info("peer %s did not receive your accusation: %s", other, error or "no answer in time")
 
-    def _hear(self, author: PeerId, accusation: Accusation) -> None:
-        """Record an accusation if it shows a commitment that the accused signed in the same run, unless `Suspicions.hear`
+    def _receive(self, author: PeerId, accusation: Accusation) -> None:
+        """Record an accusation if it shows a commitment that the accused signed in the same run, unless `Suspicions.record`
         ignores it. The accused is checked before others when the budget affords it."""
         try:
             commitment = open_commitment(accusation.commitment, self.committer.swarm, self.committer.verify)
@@ -321,7 +321,7 @@ class SpotChecks:
             log.info("an accusation without a valid commitment: %s", error)
             return
         if (commitment.peer, commitment.run) == (accusation.peer, accusation.run):
-            self._suspicions.hear(author, accusation.peer)
+            self._suspicions.record(author, accusation.peer)
 
 
 def _within_s(reduce: Reduce) -> float:

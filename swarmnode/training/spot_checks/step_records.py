@@ -60,7 +60,7 @@ Place = tuple[int, int]
 
 
 @dataclass
-class KeptMicrobatch:
+class StoredMicrobatch:
     """The data that one microbatch brought and produced at a stage."""
 
     body: Forward
@@ -151,53 +151,53 @@ class StepRecords:
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
-        self._kept: dict[Place, KeptMicrobatch] = {}
+        self._stored: dict[Place, StoredMicrobatch] = {}
         self._step: tuple[bytes, int] = (b"", 0)  # run and step
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all kept records."""
-        return sum(kept.memory.size_bytes for kept in self._kept.values())
+        return sum(kept.memory.size_bytes for kept in self._stored.values())
 
-    def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> KeptMicrobatch | None:
+    def open(self, body: Forward, payload: Buffer, labels: ReceivedLabels | None) -> StoredMicrobatch | None:
         """Open a record for an arriving microbatch; None if there is no room for its inputs."""
         told = ((), b"") if labels is None else (labels.body.values, labels.payload)
         size_bytes = len(payload) + len(told[1])
         if self.size_bytes + size_bytes > MAX_KEPT_BYTES:
             return None
         try:
-            return KeptMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes), *told)
+            return StoredMicrobatch(body, payload, self._ledger.reserve(Account.MESSAGES, size_bytes), *told)
         except Full:
             return None
 
-    def close(self, kept: KeptMicrobatch) -> None:
+    def close(self, stored: StoredMicrobatch) -> None:
         """Keep the record of a microbatch that is over if it was counted and there is room; else free its memory."""
-        if not (kept.parameters and self._keep(kept)):
-            kept.memory.release()
+        if not (stored.parameters and self._store(stored)):
+            stored.memory.release()
 
-    def _keep(self, kept: KeptMicrobatch) -> bool:
-        step = kept.body.run, kept.body.step
+    def _store(self, stored: StoredMicrobatch) -> bool:
+        step = stored.body.run, stored.body.step
         if step != self._step:
             self.clear()
             self._step = step
         try:
-            kept.memory.resize(kept.size_bytes)
+            stored.memory.resize(stored.size_bytes)
         except Full:
             return False
-        if self.size_bytes + kept.size_bytes > MAX_KEPT_BYTES or kept.place in self._kept:
+        if self.size_bytes + stored.size_bytes > MAX_KEPT_BYTES or stored.place in self._stored:
             return False
-        self._kept[kept.place] = kept
+        self._stored[stored.place] = stored
         return True
 
-    def of(self, run: bytes, step: int) -> dict[Place, KeptMicrobatch]:
+    def of(self, run: bytes, step: int) -> dict[Place, StoredMicrobatch]:
         """Return the records of a step in the order of their places; empty if another step is kept."""
-        return dict(sorted(self._kept.items())) if (run, step) == self._step else {}
+        return dict(sorted(self._stored.items())) if (run, step) == self._step else {}
 
     def clear(self) -> None:
         """Forget all records: the step is over, or counted again."""
-        for kept in self._kept.values():
+        for kept in self._stored.values():
             kept.memory.release()
-        self._kept.clear()
+        self._stored.clear()
 
 
 def entries_of(records: Iterable[MicrobatchRecord]) -> bytes:
@@ -250,60 +250,61 @@ def check_server(
             if is_replica:
                 on_accusation(asker.peer, question)
             return Answer(End() if is_replica else Error(ErrorCode.REFUSED))
-        kept = list(records.of(question.run, question.step).values())
-        exchanged = {one.place for one in kept if asker.peer in one.neighbours}
+        stored = list(records.of(question.run, question.step).values())
+        exchanged = {one.place for one in stored if asker.peer in one.neighbours}
         if not is_replica and (isinstance(question, GetMicrobatch) or not exchanged):
             return Answer(Error(ErrorCode.REFUSED))
-        tell: Callable[[list[KeptMicrobatch]], Answer] = _sketches if is_replica else _exchanged
+        tell: Callable[[list[StoredMicrobatch]], Answer] = _sketches if is_replica else _exchanged
         if isinstance(question, GetMicrobatch):
-            kept = [one for one in kept if one.place == (question.number, question.start)]
+            stored = [one for one in stored if one.place == (question.number, question.start)]
             tell = partial(_microbatch, question.seed)
         elif isinstance(question, GetCommitment):
             tell = partial(_commit, committer, question)
         else:
-            kept = kept[question.first :]
-            kept = kept if is_replica or (kept and kept[0].place in exchanged) else []
-        return await asyncio.to_thread(tell, kept) if kept else Answer(Error(ErrorCode.NOT_FOUND))
+            stored = stored[question.first :]
+            stored = stored if is_replica or (stored and stored[0].place in exchanged) else []
+        return await asyncio.to_thread(tell, stored) if stored else Answer(Error(ErrorCode.NOT_FOUND))
 
     return QuestionServer(peer, SPOT_CHECK_PROTOCOL, Question, answer)
 
 
-def _commit(committer: Committer, question: GetCommitment, kept: list[KeptMicrobatch]) -> Answer:
-    entries = entries_of(one.record() for one in kept)
+def _commit(committer: Committer, question: GetCommitment, stored: list[StoredMicrobatch]) -> Answer:
+    entries = entries_of(one.record() for one in stored)
     digest = hashlib.sha256(entries).digest()
-    said = Commitment(committer.swarm, committer.peer, question.run, question.step, len(kept), digest)
+    said = Commitment(committer.swarm, committer.peer, question.run, question.step, len(stored), digest)
     return Answer(CommitmentReply(sign_commitment(said, committer.sign)), (entries,))
 
 
-def _microbatch(seed: bytes, found: list[KeptMicrobatch]) -> Answer:
-    (kept,) = found
-    record = kept.record()
-    edges = ((record.sent.values, kept.sent[1]), (record.returned.values, kept.returned[1]))
+def _microbatch(seed: bytes, stored: list[StoredMicrobatch]) -> Answer:
+    (microbatch,) = stored
+    record = microbatch.record()
+    edges = ((record.sent.values, microbatch.sent[1]), (record.returned.values, microbatch.returned[1]))
     crossed = [
         sketch_bytes(sketch_TK)
         for infos, payload in edges
         for sketch_TK in sketches(decode_values(infos, payload_of(payload), "cpu"), seed)
     ]
     return Answer(
-        MicrobatchReply(record), (kept.received, kept.labels_payload, kept.gradients, kept.parameters, *crossed)
+        MicrobatchReply(record),
+        (microbatch.received, microbatch.labels_payload, microbatch.gradients, microbatch.parameters, *crossed),
     )
 
 
-def _exchanged(kept: list[KeptMicrobatch]) -> Answer:
+def _exchanged(stored: list[StoredMicrobatch]) -> Answer:
     """Answer a hop beside this one with a record alone."""
-    return Answer(SketchesReply((kept[0].record(),), lease=kept[0].body.lease))
+    return Answer(SketchesReply((stored[0].record(),), lease=stored[0].body.lease))
 
 
-def _sketches(kept: list[KeptMicrobatch]) -> Answer:
+def _sketches(stored: list[StoredMicrobatch]) -> Answer:
     """Answer with the sketches of the first records, as many as fit into one answer."""
-    told: list[KeptMicrobatch] = []
+    told: list[StoredMicrobatch] = []
     size_bytes = 0
-    for one in kept[:MAX_RECORDS]:
+    for one in stored[:MAX_RECORDS]:
         size_bytes += len(msgspec.msgpack.encode(one.record()))
         if told and size_bytes > RECORDS_BYTES:
             break
         told.append(one)
     tiles = {block: count for one in told for block, count in one.tiles.items()}
     blocks = tuple(BlockTiles(*one) for one in sorted(tiles.items()))
-    reply = SketchesReply(tuple(one.record() for one in told), blocks, kept[0].body.lease)
+    reply = SketchesReply(tuple(one.record() for one in told), blocks, stored[0].body.lease)
     return Answer(reply, [one.parameters for one in told])

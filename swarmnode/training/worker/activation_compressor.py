@@ -59,9 +59,9 @@ class ErrorFeedback:
     def encode(self, values: Sequence[Tensor], link: Link, choice: Choice) -> Encoded:
         """Encode the values plus the part left out before, and keep the part left out now. Returns descriptors and payloads."""
         wanted = self._with_left_over(values, link)
-        infos, payloads = encode_values(wanted, choice.codec, choice.keep)
+        infos, payloads = encode_values(wanted, choice.codec, choice.topk_share)
         said = [decode(info, bytes(payload)) for info, payload in zip(infos, payloads, strict=True)]
-        self._keep(link, [value - told.to(value.device) for value, told in zip(wanted, said, strict=True)])
+        self._store(link, [value - told.to(value.device) for value, told in zip(wanted, said, strict=True)])
         return infos, payloads
 
     def _with_left_over(self, values: Sequence[Tensor], link: Link) -> Sequence[Tensor]:
@@ -77,7 +77,7 @@ class ErrorFeedback:
 
         return [joined(value, more) for value, more in zip(values, left.values, strict=True)]
 
-    def _keep(self, link: Link, left: Sequence[Tensor]) -> None:
+    def _store(self, link: Link, left: Sequence[Tensor]) -> None:
         self._forget(link)
         if not is_finite(left):
             return
@@ -132,7 +132,7 @@ class ActivationCompressor:
         with self._lock:
             return self.codecs.durations.slowest_s
 
-    def hear(self, beat_s: float, slowest_link_s: float) -> None:
+    def begin_step(self, beat_s: float, slowest_link_s: float) -> None:
         """Begin a new step, with the coordinator's seconds of the slowest stage and the slowest link (0: unknown)."""
         with self._lock:
             self._beat_s, self._slowest_s = beat_s, slowest_link_s
@@ -156,7 +156,7 @@ class ActivationCompressor:
     def arrived(self, values: Sequence[TensorInfo], peer: PeerId, direction: str, bandwidth_bps: float | None) -> None:
         """Record that values arrived from `peer` at `bandwidth_bps` (None: unknown). Must run on the executor."""
         with self._lock:
-            self.codecs.durations.note((peer, direction, "received"), values, bandwidth_bps)
+            self.codecs.durations.record((peer, direction, "received"), values, bandwidth_bps)
 
     def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         """Encode values for `peer` with the codec of its link. Returns descriptors and payloads. Must run on the executor."""
@@ -171,7 +171,7 @@ class ActivationCompressor:
                 self.on_choice(*link, choice)
             if self._in_force.feedback:
                 return self._feedback.encode(values, link, choice)
-        return encode_values(values, choice.codec, choice.keep)
+        return encode_values(values, choice.codec, choice.topk_share)
 
     def close(self) -> None:
         """Free the memory of the error feedback."""

@@ -118,7 +118,7 @@ class LabelQueue:
             return self._ledger.reserve(Account.MESSAGES, size_bytes)
         return self._ledger.count(Account.MESSAGES, size_bytes)
 
-    async def take(self, lease: int, within_s: float) -> ReceivedLabels:
+    async def labels_of(self, lease: int, within_s: float) -> ReceivedLabels:
         """Return the labels of a lease. If they have not arrived, waits for them, at most half the `within_s` seconds that the
         lease lasts (0: unknown). Raises PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
         waiting = self._waiting.pop(lease, None)

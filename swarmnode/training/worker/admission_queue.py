@@ -32,29 +32,29 @@ class AdmissionQueue:
         self._microbatches: dict[int, MicrobatchInFlight] = {}  # by `place_of`
         self._waiting: list[Arrival] = []
         self._released: set[int] = set()  # leases of this step whose FORWARD may still arrive
-        self._taken: set[int] = set()  # places that were taken in this step: each may be used once
+        self._used_places: set[int] = set()  # places that were taken in this step: each may be used once
 
     def is_released(self, lease: int) -> bool:
         """Return whether the coordinator has called back this lease in the current step."""
         return lease in self._released
 
-    def takes(self, arrival: Arrival) -> bool:
+    def reserve(self, arrival: Arrival) -> bool:
         """Return whether a microbatch is new and has room, and reserve its memory. A lease is computed once, and senders are not
         trusted to keep within the limits."""
         held_bytes = sum(microbatch.held_bytes for microbatch in self._microbatches.values())
         held_bytes += sum(len(other.payload) for other in self._waiting) + len(arrival.payload)
         has_room = len(self._microbatches) + len(self._waiting) < MAX_IN_FLIGHT and held_bytes <= MAX_HELD_BYTES
         place = place_of(arrival.body)
-        return has_room and place not in self._taken and self._parts.admit(arrival.body, place)
+        return has_room and place not in self._used_places and self._parts.admit(arrival.body, place)
 
     def wait(self, arrival: Arrival) -> None:
         """Keep a microbatch of the next step until that step begins."""
-        self._taken.add(place_of(arrival.body))
+        self._used_places.add(place_of(arrival.body))
         self._waiting.append(arrival)
 
     def begin(self, microbatch: MicrobatchInFlight) -> None:
         """Record a microbatch that this node has begun to compute."""
-        self._taken.add(place_of(microbatch.body))
+        self._used_places.add(place_of(microbatch.body))
         self._microbatches[place_of(microbatch.body)] = microbatch
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
@@ -85,13 +85,13 @@ class AdmissionQueue:
     def new_term(self) -> None:
         """Begin a new coordinator's term: microbatches of earlier leases are given up."""
         self._released.clear()
-        self._taken.clear()
+        self._used_places.clear()
         self.give_up_all()
 
     def next_step(self, step: int) -> list[Arrival]:
         """Begin `step`, and return the microbatches that had arrived too early and waited for it."""
         self._released.clear()
         self.labels.next_step(step)
-        self._taken.clear()
+        self._used_places.clear()
         waiting, self._waiting = self._waiting, []
         return waiting

@@ -85,7 +85,7 @@ class UnitTime:
         self._corrected = self.correction
         self._estimated_s, self._one_way_s, self._passes = estimated_s, 0.0, 0
 
-    def note(self, units: int, pass_s: float) -> None:
+    def record(self, units: int, pass_s: float) -> None:
         """Record a pass through `units` layers, forward or backward, that took `pass_s`. There are as many of each."""
         self._passes += 1
         self._one_way_s += (pass_s / units - self._one_way_s) * max(NEWEST, 1 / self._passes)

@@ -44,7 +44,7 @@ from swarmnode.plan.view import Span
 from swarmnode.serving.passage import URGENCY, MicrobatchPassage, ending, read_from, read_gradients
 from swarmnode.training.coordinator.timeouts import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
-from swarmnode.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.training.spot_checks.step_records import StoredMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import LabelQueue, ReceivedLabels
 from swarmnode.training.worker.stage_state import StageState
@@ -130,12 +130,12 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         self._sent: tuple[TensorInfo, ...] = ()  # descriptors of the values for the next hop
         self._turned = False  # the backward pass has begun
         self._spoils_sums = False  # the sums of gradients hold too large numbers since
-        self.kept: KeptMicrobatch | None = None  # for replicas that check this node
+        self.stored: StoredMicrobatch | None = None  # for replicas that check this node
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, Buffer]] | None = None
         self.ended = False  # whether it is over
         self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
-        channel.on_frame = self._hear_sender
+        channel.on_frame = self._receive_from_sender
         channel.on_lost = lambda _error: self.end()
 
     def __repr__(self) -> str:
@@ -152,8 +152,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         sender."""
         try:
             if self.ends_here and not self.ended:
-                self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
-            bench = self._stage.parts.bench
+                self._labels = await self._stage.labels.labels_of(self.body.lease, self.body.within_s)
+            bench = self._stage.parts.shared_executor
             if self.parts[0][0].executor is not self.parts[-1][0].executor or self.parts[-1][0].executor is not bench:
                 await self._stage.state.updated()  # the update runs on the first device's thread
             infos, payload = await self.cross()
@@ -161,7 +161,7 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
                 answer = Backward(self._loss, self._present, infos, self.body.run, self._expert_load)
                 hop, run = self.body.route[self.body.hop], self._stage.state.run
                 if run is not None:
-                    self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
+                    self._stage.completed.record(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
                 if self._channel.open:
                     self._channel.send(answer, payload=payload)
                     self._channel.close()
@@ -218,7 +218,7 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
 
         owner = f"lease {self.body.lease}"
         result = await executor.call(URGENCY[phase], compute, kind=phase, owner=owner, size=size)
-        self._stage.meter.note_hop(phase, executor.clock() - came_s)
+        self._stage.meter.record_hop(phase, executor.clock() - came_s)
         return result
 
     # works, on the thread of the part's device
@@ -236,7 +236,7 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
             values = read_from(body.sender, body.values, self._payload, device.segment.device, bounded=body.hop > 0)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
-            self.kept = checks.remember(learner, body, self._payload, self._labels)
+            self.stored = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
         values = moved(values, device.segment.device)
         if self._labels is not None and part is self.parts[-1]:
@@ -256,8 +256,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         peer = self.body.route[self.body.hop + 1].peer
         encoded = self._encode(outputs, peer, FORWARD, self._stage.switchboard.bandwidth_bps(peer))
         self._sent = encoded[0]
-        if self.kept is not None:
-            self.kept.sent = encoded
+        if self.stored is not None:
+            self.stored.sent = encoded
         return encoded
 
     def finish(self, part: tuple[TrainingPart, Span], values: Values | None) -> ByPiece[Any]:
@@ -266,8 +266,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         self._expert_load = part[0].segment.expert_load
         gradients = yield from self.backward(part, ())
         self._loss = self._stage.state.losses[self.body.number] = float(loss)
-        if self.kept is not None:
-            self.kept.loss = self._loss
+        if self.stored is not None:
+            self.stored.loss = self._loss
         return gradients
 
     def turn(self, part: tuple[TrainingPart, Span], answer: tuple[Backward, Buffer]) -> ByPiece[Any]:
@@ -275,8 +275,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         they are malformed or out of reason."""
         (body, payload), peer, next_hop = answer, self.body.route[self.body.hop + 1].peer, self._next
         self._loss, self._expert_load = body.loss, body.expert_load
-        if self.kept is not None:
-            self.kept.answer, self.kept.gradients = body, payload
+        if self.stored is not None:
+            self.stored.answer, self.stored.gradients = body, payload
         if next_hop is not None:
             self._stage.compressor.arrived(body.values, peer, BACKWARD, next_hop.received_bps)
         if not gradients_fit(body.values, body.present, self._sent) or not abs(body.loss) <= LARGEST_LOSS:
@@ -287,9 +287,9 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
     def backward(self, part: tuple[TrainingPart, Span], gradients: Gradients) -> ByPiece[Any]:
         """Compute the gradients of a part's inputs. Those of the first part's are encoded for the sender; a trainer gets none,
         since it has no use for them. Raises NotFinite."""
-        (device, units), kept, self._turned = part, self.kept, True
+        (device, units), stored, self._turned = part, self.stored, True
         yield from ()
-        counting = nullcontext() if kept is None else kept.counting(device.learner, units)
+        counting = nullcontext() if stored is None else stored.counting(device.learner, units)
         with self._timing(BACKWARD, part), counting:
             inputs = device.learner.backward(place_of(self.body), gradients)
         largest = LARGEST_IN_FP16 if device.learner.run.averaging.codec == Codec.FP16 else LARGEST_SUM
@@ -303,9 +303,9 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         self._present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
         returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
-        if kept is not None:
-            kept.returned = returned
-            kept.finish()
+        if stored is not None:
+            stored.returned = returned
+            stored.finish()
         return returned
 
     def _timing(self, phase: str, part: tuple[TrainingPart, Span]) -> AbstractContextManager[None]:
@@ -317,8 +317,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
 
         def timed(pass_s: float) -> None:
             if trains:  # there and back; held-out data only go there
-                device.unit_time.note(units.units, pass_s)
-            note = partial(stage.meter.note_pass, phase, pass_s, microbatches=came, unit_tokens=unit_tokens)
+                device.unit_time.record(units.units, pass_s)
+            note = partial(stage.meter.record_pass, phase, pass_s, microbatches=came, unit_tokens=unit_tokens)
             device.executor.post(partial(note, tokens=tokens * came))
 
         return device.stopwatch.timing(timed, WORK[phase] * unit_tokens)
@@ -335,7 +335,7 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         infos, payloads = compressor.encode(values, peer, direction, bandwidth_bps)
         raw_bytes, encoded_bytes = sum(value.nbytes for value in values), sum(map(len, payloads))
         codec = compressor.choices[peer, direction].codec
-        self._stage.meter.note_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
+        self._stage.meter.record_tensors(codec, direction, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes)
         return infos, payloads
 
     # -- conversations
@@ -344,7 +344,7 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         """Send the outputs to the next hop, and return its answer. Raises the error that it reports, or PeerLost."""
         body = self.body
         hop = body.route[body.hop + 1]
-        channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
+        channel = await self._stage.switchboard.call(hop.peer, self._receive_from_next, self._lose_next)
         if self.ended:
             channel.close()
             raise PeerLost("the microbatch was given up")
@@ -354,11 +354,11 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
         channel.send(onward, payload=encoded[1])
         return await self._answer
 
-    def _hear_sender(self, _frame: Frame, body: Body) -> None:
+    def _receive_from_sender(self, _frame: Frame, body: Body) -> None:
         if isinstance(body, End | Error):
             self.end()
 
-    def _hear_next(self, frame: Frame, body: Body) -> None:
+    def _receive_from_next(self, frame: Frame, body: Body) -> None:
         if self._answer is None or self._answer.done():
             return
         if isinstance(body, Backward) and body.run == self.body.run:

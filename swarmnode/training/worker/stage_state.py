@@ -96,7 +96,7 @@ class MissedSteps:
             self._steps.popleft().memory.release()
         self._forgotten_until = 0
 
-    def keep(self, step: int, agreed: Agreed, norm: float) -> None:
+    def store_step(self, step: int, agreed: Agreed, norm: float) -> None:
         """Add the update of one more step. Forgets the oldest ones, or this one, if there is no room."""
         while len(self._steps) >= MAX_MISSED:
             self._forget_oldest()
@@ -111,7 +111,7 @@ class MissedSteps:
                 self._forget_oldest()
         self._steps.append(MissedStep(step, agreed, norm, memory))
 
-    def take(self, step: int) -> MissedStep | None:
+    def pop_step(self, step: int) -> MissedStep | None:
         """Remove and return the update that ends `step`; None if it has not arrived. The caller must release its memory. Raises
         LocalError if it was forgotten."""
         while self._steps and self._steps[0].step < step:
@@ -140,11 +140,11 @@ class StageState:
         self.last = (0.0, 0.0)
         self._is_founding = True  # the parameters are the founder's
         self._founded = False  # the run was begun with the founder's parameters
-        self._told_unit_s = 0.0
+        self._reported_unit_s = 0.0
         self._update: asyncio.Future[None] | None = None  # the last one, perhaps under way
         self._parts = parts
         self._checkpoint_manager = checkpoint_manager
-        self._executor = parts.bench
+        self._executor = parts.shared_executor
         self._learner: DeviceLearners | None = None
         self._missed = MissedSteps(parts.ledger)
         self._meetings: dict[int, asyncio.Future[None]] = {}  # steps to be written down when they come
@@ -186,12 +186,12 @@ class StageState:
 
     def status(self, term: int, kind: int, slowest_link_s: float) -> Status:
         """Return the STATUS that answers a command of this kind. Must run on the executor, which has the masks."""
-        kept, masks, segment = self._checkpoint_manager, self.masks, self._parts.segment
+        manager, masks, segment = self._checkpoint_manager, self.masks, self._parts.segment
         last = masks.get(segment.units - 1, 0)
         losses = tuple(self.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
-        run = self.run or kept.run
+        run = self.run or manager.run
         norm, loss = self.last
-        self._told_unit_s = unit_s = self._parts.unit_s
+        self._reported_unit_s = unit_s = self._parts.unit_s
         return Status(
             term,
             self.condition,
@@ -200,7 +200,7 @@ class StageState:
             b"" if run is None else encode_run(run),
             self.step,
             counted_of(masks),
-            kept.kept(),
+            manager.stored_steps(),
             self.agreed is not None,
             losses,
             norm,
@@ -214,10 +214,10 @@ class StageState:
 
     def has_new_speed(self) -> bool:
         """Return whether the speed differs from the reported one by more than DEPARTURE, and take it as reported."""
-        unit_s, told_s = self._parts.unit_s, self._told_unit_s
+        unit_s, told_s = self._parts.unit_s, self._reported_unit_s
         if not unit_s or 1 / DEPARTURE <= told_s / unit_s <= DEPARTURE:
             return False
-        self._told_unit_s = unit_s
+        self._reported_unit_s = unit_s
         return True
 
     async def counts_less(self, body: Reduce, peer: PeerId) -> bool:
@@ -237,7 +237,7 @@ class StageState:
 
     async def begin(self, run: Run) -> None:
         """Begin the training run at step 0, with the parameters that the stage has now."""
-        await self._take_up(run, 0)
+        await self._create_learner(run, 0)
         self._founded = self._is_founding
         if not self._founded:
             await self.save()  # newcomers must find step 0 here
@@ -246,14 +246,14 @@ class StageState:
     async def restore(self, run: Run, step: int) -> None:
         """Load a step from the disk; step 0 of a first run has the founder's parameters. Raises CheckpointError, LocalError."""
         self._checkpoint_manager.open(run)
-        if step == 0 and step not in self._checkpoint_manager.kept():
+        if step == 0 and step not in self._checkpoint_manager.stored_steps():
             self.condition = Condition.BLANK
             if not self._is_founding:
                 await self._parts.refound()
                 self._is_founding = True
             await self.begin(run)
             return
-        learner = await self._take_up(run, step)
+        learner = await self._create_learner(run, step)
         await self._load(learner, step)
         self.condition = Condition.READY
 
@@ -261,7 +261,7 @@ class StageState:
         """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError, and
         ProtocolError, which names the holders, if the state does not fit the layers or holds NaN."""
         self._missed.clear()
-        learner = await self._take_up(run, step)
+        learner = await self._create_learner(run, step)
         self.condition = Condition.LISTENING
         fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
         try:
@@ -270,7 +270,7 @@ class StageState:
             self._checkpoint_manager.set_aside(fetched)
             raise ProtocolError(f"the state that {', '.join(peers)} gave: {error}") from error
         self.step = fetched
-        while (missed := self._missed.take(self.step)) is not None:
+        while (missed := self._missed.pop_step(self.step)) is not None:
             with missed.memory:
                 await self._call("update", partial(missed.agreed.commit, learner, missed.norm))
             self.step += 1
@@ -280,7 +280,7 @@ class StageState:
         self._is_founding = False
         await self._call("load a checkpoint", lambda: self._checkpoint_manager.load(learner, step))
 
-    async def _take_up(self, run: Run, step: int) -> DeviceLearners:
+    async def _create_learner(self, run: Run, step: int) -> DeviceLearners:
         """Create the learner of a run; the stage is not ready yet. Raises ProtocolError if the model has too few positions."""
         check_positions(self._parts.segment, run)
         self.condition = Condition.BLANK
@@ -299,7 +299,7 @@ class StageState:
         if self.condition != Condition.LISTENING or self.agreed is None or body.run != self.run_id:
             return False
         agreed, self.agreed = self.agreed, None
-        self._missed.keep(body.step, agreed, body.norm)
+        self._missed.store_step(body.step, agreed, body.norm)
         return True
 
     def commit(self, body: Commit) -> asyncio.Future[None] | None:
@@ -327,7 +327,7 @@ class StageState:
     @property
     def is_due(self) -> bool:
         """Whether the current step is one that all stages write to their disks."""
-        return self.run is not None and (self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps)
+        return self.run is not None and self.run.is_checkpoint(self.step)
 
     async def save(self) -> None:
         """Write the step to the disk. If the disk is full, the step is not kept, but earlier ones are, and training goes on."""

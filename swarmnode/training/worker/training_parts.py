@@ -34,7 +34,7 @@ from swarmnode.compute.training.segment import Segment, SplitSegment, moved, ref
 from swarmnode.errors import LocalError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.measuring.capability import Capability
-from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
+from swarmnode.measuring.hardware import Hardware, LentDevice, StageResources
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span
 from swarmnode.serving.span_part import LoadedSpan
@@ -152,7 +152,7 @@ class TrainingParts:
         return Span(self.segment.start, self.segment.end)
 
     @property
-    def bench(self) -> Executor:
+    def shared_executor(self) -> Executor:
         """The thread for work that concerns all parts: that of the first device."""
         return self.replicas[0][0].executor
 
@@ -314,7 +314,7 @@ async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> 
     return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
 
 
-def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Segment) -> TrainingPart:
+def make_part(place: StageResources, checkpoint: Checkpoint, device: int, segment: Segment) -> TrainingPart:
     """Create a device's part of a replica, with its estimator and its memory."""
     lent, clock = place.hardware.lent[device], place.host.clock.compute
     estimated = functools.lru_cache(maxsize=1)(
@@ -338,7 +338,7 @@ def make_part(place: Workplace, checkpoint: Checkpoint, device: int, segment: Se
     )
 
 
-async def measure_part(place: Workplace, part: TrainingPart, lent: LentDevice) -> Capability:
+async def measure_part(place: StageResources, part: TrainingPart, lent: LentDevice) -> Capability:
     """Return the capability of a part's device: known from earlier work with any span, else measured on the part's thread. The
     speed in earlier work says more than a trial."""
     host, cache = place.host, place.speed_cache

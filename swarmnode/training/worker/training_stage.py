@@ -79,7 +79,7 @@ class TrainingStage:
         self.segment = self.parts.segment
         self._peer_id = self.peer.network.peer_id
         self.meter = TrainingMeter(self.parts.span)
-        self.bench = self.parts.bench
+        self.shared_executor = self.parts.shared_executor
         links = self.peer.link_config
         self.switchboard = board_of(
             self.peer, TRAIN_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
@@ -90,7 +90,7 @@ class TrainingStage:
         self.state = StageState(self.parts, self.checkpoint_manager)
         self.may_lead: Callable[[PeerId], bool] = lambda _peer: True
         self.on_work: Callable[[Channel, Work], None] = lambda channel, _body: channel.close(Error(ErrorCode.ELSEWHERE))
-        self._all_reducer = AllReducer(self._peer_id, self.switchboard, self.bench, self.compressor.allowed)
+        self._all_reducer = AllReducer(self._peer_id, self.switchboard, self.shared_executor, self.compressor.allowed)
         self._admission_queue = AdmissionQueue(self.parts)
         self.labels = self._admission_queue.labels
         self.completed = self.peer.completed
@@ -142,7 +142,7 @@ class TrainingStage:
 
     def _forward(self, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         arrival, refusal = Arrival(channel, body, payload), self._refusal_of(body, channel.peer)
-        if refusal is None and not self._admission_queue.takes(arrival):
+        if refusal is None and not self._admission_queue.reserve(arrival):
             refusal = ErrorCode.BUSY
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
@@ -153,7 +153,7 @@ class TrainingStage:
             self._admission_queue.begin(microbatch)
             self._in_flight.spawn(microbatch.run(), f"lease {body.lease}")
 
-    def _take_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
+    def _receive_labels(self, channel: Channel, body: Labels, payload: bytes | bytearray) -> None:
         refusal = self._refusal_of(body, channel.peer) or self.labels.put(body, payload)
         if refusal is not None:
             channel.close(Fault(0, body.hop, refusal))
@@ -181,8 +181,8 @@ class TrainingStage:
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """Free the resources of a microbatch that has ended."""
         self._admission_queue.ended(microbatch)
-        if microbatch.kept is not None:
-            self.spot_checks.records.close(microbatch.kept)
+        if microbatch.stored is not None:
+            self.spot_checks.records.close(microbatch.stored)
         for part, _ in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
         if self.state.has_new_speed():
@@ -197,7 +197,7 @@ class TrainingStage:
     def _discard(self) -> None:
         self._admission_queue.give_up_all()
         self.spot_checks.records.clear()
-        discarding = self.bench.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
+        discarding = self.shared_executor.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
     def blame(self, error: NotFinite | ProtocolError, lease: int) -> None:
@@ -212,16 +212,16 @@ class TrainingStage:
 
     def follow(self, line: Line, first: Lead | None = None) -> None:
         """Accept commands of a coordinator on `line`; `first` is a LEAD that has already arrived."""
-        line.on_frame = lambda _frame, body: self.obey(line, body)
+        line.on_frame = lambda _frame, body: self.execute(line, body)
         line.on_lost = lambda error: self.following.lost(line, error)
         if first is not None:
-            self.obey(line, first)
+            self.execute(line, first)
 
-    def _hear_lead(self, channel: Channel, body: Lead, _payload: bytes | bytearray) -> None:
+    def _receive_lead(self, channel: Channel, body: Lead, _payload: bytes | bytearray) -> None:
         self.follow(channel, body)
         self._claims.add(channel)
 
-    def obey(self, line: Line, body: Body) -> None:
+    def execute(self, line: Line, body: Body) -> None:
         """Execute a command. The line of a coordinator that is not in force is closed with STALE."""
         if isinstance(body, Lead):
             if self.following.accepts(line, body):
@@ -232,7 +232,7 @@ class TrainingStage:
         elif self.following.line is not line:
             line.close(Error(ErrorCode.STALE))
         else:
-            self.following.heard()
+            self.following.record_message()
             if (do := COMMANDS.get(type(body))) is not None:
                 do(self, line, body)
 
@@ -266,7 +266,7 @@ class TrainingStage:
         def tell() -> Status:
             return self.state.status(self.following.term, kind, self.compressor.slowest_link_s)
 
-        status = await self.bench.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
+        status = await self.shared_executor.call(Urgency.CONTROL, tell, kind="status", owner=line.peer)
         if line.open:
             line.send(status)
 
@@ -350,7 +350,7 @@ class TrainingStage:
             return
         self._settled.set()
         self.spot_checks.records.clear()
-        self.compressor.hear(body.beat_s, body.slowest_link_s)
+        self.compressor.begin_step(body.beat_s, body.slowest_link_s)
         self._tasks.spawn(self._after_commit(line, done), "commit")
         for arrival in self._admission_queue.next_step(self.state.step):
             self._forward(*arrival)
@@ -364,9 +364,9 @@ class TrainingStage:
 
 OPENINGS: Mapping[type[Body], Callable[[TrainingStage, Channel, Any, Any], None]] = {
     Forward: TrainingStage._forward,
-    Labels: TrainingStage._take_labels,
-    Pull: lambda stage, channel, body, _payload: stage._all_reducer.hear(channel, body),
-    Lead: TrainingStage._hear_lead,
+    Labels: TrainingStage._receive_labels,
+    Pull: lambda stage, channel, body, _payload: stage._all_reducer.receive(channel, body),
+    Lead: TrainingStage._receive_lead,
     Work: lambda stage, channel, body, _payload: stage.on_work(channel, body),
 }
 """Handlers of the messages that may begin a conversation (`docs/training-step.md`)."""
@@ -379,7 +379,7 @@ COMMANDS: Mapping[type[Body], Callable[[TrainingStage, Line, Any], None]] = {
     Discard: TrainingStage._discard_for,
     Reduce: TrainingStage._begin_reducing,
     Commit: TrainingStage._commit,
-    ProgressReport: lambda _stage, _line, _body: None,  # shows that the coordinator lives, which `obey` notes
+    ProgressReport: lambda _stage, _line, _body: None,  # shows that the coordinator lives, which `execute` notes
 }
 """Handlers of the coordinator's commands; LEAD, which puts a coordinator in force, is handled before."""
 

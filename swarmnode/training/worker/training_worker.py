@@ -26,7 +26,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.decisions import Topic
 from swarmnode.errors import NetworkDown, PeerError, SwarmnodeError
 from swarmnode.measuring.capability import Capability, at_once, speeds_section
-from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.measuring.hardware import Hardware, StageResources
 from swarmnode.measuring.meters import TRAIN
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -139,7 +139,7 @@ class StepTime:
         (first, since_s), (last, until_s) = self._first, self._last
         return (until_s - since_s) / (last - first) if last > first else math.inf
 
-    def note(self, step: int, now_s: float) -> None:
+    def record(self, step: int, now_s: float) -> None:
         """Note that the run is at `step`. A lower step than before means that the run was led back or is another one."""
         if not self._first[0] or step < self._last[0]:
             self._first = step, now_s
@@ -189,7 +189,7 @@ class TrainingWorker(Stage):
     @classmethod
     async def load(
         cls,
-        place: Workplace,
+        place: StageResources,
         checkpoint: Checkpoint,
         units: Span,
         states: SharedStates,
@@ -238,7 +238,7 @@ class TrainingWorker(Stage):
     def sections(self) -> tuple[Section, ...]:
         """Return the sections of the node's announcement that describe training and serving."""
         self._compare_with_real_work()
-        self._step_time.note(self.training.state.step, self.host.clock.monotonic())
+        self._step_time.record(self.training.state.step, self.host.clock.monotonic())
         step = self.training.state.learnt_step
         run = self.training.state.run
         step_load = StepLoad() if run is None else step_load_of(run, self._width)
@@ -258,12 +258,12 @@ class TrainingWorker(Stage):
         for part, capability in self._capabilities.items():
             unit_time = part.unit_time
             if unit_time.timed_s:
-                capability.note("training_units_per_s", unit_time.timed_s / run.positions)
-                self._note_estimate(part)
+                capability.record("training_units_per_s", unit_time.timed_s / run.positions)
+                self._record_estimate(part)
             elif unit_time.expected_s:
                 capability.correct("training_units_per_s", run.positions / unit_time.expected_s)
 
-    def _note_estimate(self, part: TrainingPart) -> None:
+    def _record_estimate(self, part: TrainingPart) -> None:
         """Log a decision on the accuracy of the current run's estimate."""
         units, unit_time = part.span.units, part.unit_time
         if not unit_time.expected_s:
@@ -273,7 +273,7 @@ class TrainingWorker(Stage):
             f"it takes {units * unit_time.timed_s:.3g} s, {off:+.0%} off the {units * unit_time.expected_s:.3g} s estimated",
             f"the next run's estimate is multiplied by {unit_time.correction:.2f}",
         )
-        self.host.decisions.note(
+        self.host.decisions.record(
             Topic.TRAINING, "estimates a microbatch before it has computed one", facts, units=part.span
         )
 
@@ -288,7 +288,7 @@ class TrainingWorker(Stage):
         links = Counter((choice.codec, direction) for (_, direction), choice in training.compressor.choices.items())
         for (codec, direction), count in links.items():
             yield Reading(table.CODEC_LINKS, count, (span, codec.name.lower(), direction))
-        yield Reading(table.QUEUE, training.bench.queued, (span, TRAIN))
+        yield Reading(table.QUEUE, training.shared_executor.queued, (span, TRAIN))
         yield from training.meter.readings()
         yield from training.spot_checks.readings()
         if self.serving is not None:
@@ -335,7 +335,7 @@ class TrainingWorker(Stage):
             await self.serving.close()
 
 
-async def _serve(place: Workplace, checkpoint: Checkpoint, loaded: LoadedSegments) -> ServingStage | None:
+async def _serve(place: StageResources, checkpoint: Checkpoint, loaded: LoadedSegments) -> ServingStage | None:
     """Start serving the weights as they are trained. Returns None for a graph, which is not served."""
     if isinstance(checkpoint, GraphCheckpoint):
         return None
@@ -361,7 +361,7 @@ def _stage(
     spot_checks = SpotChecks(
         host,
         Committer(host.peer_id, host.swarm.id, host.identity.sign, verify),
-        parts.bench,
+        parts.shared_executor,
         host.standing,
         parts.ledger,
         budget=AuditBudget(hardware.config.audit_share),

@@ -111,7 +111,7 @@ class TuningFollower:
         self._channel: Channel | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._answer: asyncio.Future[Answer] = self._loop.create_future()
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         self._silence_s = SILENCE_S
         self._step = 0  # that the present part ends
         self._expected: tuple[type[Body], ...] = ()
@@ -202,7 +202,7 @@ class TuningFollower:
         """Begin a conversation in place of the last one. Raises PeerError, NetworkDown, LeaderLost, Ended."""
         self._leave()
         self._failed = self._loop.create_future()
-        self._channel = await self._board.call(self._ticket.leader, self._hear, self._fail)
+        self._channel = await self._board.call(self._ticket.leader, self._receive, self._fail)
         joined = await self._ask([(JoinTuning(self._ticket.adapter, self._ticket.secret), b"")], TuningJoined)
         assert isinstance(joined, TuningJoined)
         return joined
@@ -231,9 +231,11 @@ class TuningFollower:
 
     async def _until_done(self, work: Awaitable[T]) -> T:
         """Wait for `work`. Raises PeerError if the link breaks, LeaderLost if the leader is silent, Ended if it has ended all."""
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         try:
-            return await unless_failed(work, self._failed, lambda: self._heard_s + self._silence_s - self._loop.time())
+            return await unless_failed(
+                work, self._failed, lambda: self._received_s + self._silence_s - self._loop.time()
+            )
         except asyncio.TimeoutError:
             raise LeaderLost(f"the leader of the tuning has said nothing for {self._silence_s:.0f} seconds") from None
 
@@ -241,8 +243,8 @@ class TuningFollower:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    def _hear(self, frame: Frame, body: Body) -> None:
-        self._heard_s = self._loop.time()
+    def _receive(self, frame: Frame, body: Body) -> None:
+        self._received_s = self._loop.time()
         try:
             # Take a frame of the leader. Raises ProtocolError if it is not due.
             if isinstance(body, End):
@@ -266,7 +268,7 @@ class TuningFollower:
                     vector_N = self.layout.decode(self._coming, self.averaging.codec)
                     self._answer.set_result(TrainerPart(vector_N, body.labels, body.loss))
             elif isinstance(body, AdapterPiece):
-                self._state.take(body, frame.payload)
+                self._state.accept_piece(body, frame.payload)
                 if self._state.is_complete:
                     self._answer.set_result(AdapterState(body.step, self._state.files))
         except ProtocolError as error:

@@ -103,7 +103,7 @@ class TuningLeader:
         self._followers: dict[Channel, _Follower] = {}
         self._ended_step = -1  # of the last round
         self._ended_s = 0.0  # when it ended; 0 before a follower takes part
-        self._told = 1  # trainers
+        self._reported_trainers = 1  # trainers
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._closes_s = self._clock() + TICKET_S
@@ -189,9 +189,9 @@ class TuningLeader:
                     self._drop(one, Error(ErrorCode.STALE))
             await self._wait_for_change(max(0.0, min(until_s.values()) - self._clock()))
 
-    def _deadline_s(self, one: _Follower, began_s: float, patience_s: float) -> float:
-        sends = one.sending is not None and not one.sending.done()
-        moved_s = self._clock() if sends else one.moved_s
+    def _deadline_s(self, follower: _Follower, began_s: float, patience_s: float) -> float:
+        sends = follower.sending is not None and not follower.sending.done()
+        moved_s = self._clock() if sends else follower.moved_s
         return min(max(began_s, moved_s) + patience_s, began_s + MOST_WAITS * patience_s)
 
     async def _wait_for_change(self, timeout_s: float | None, *others: asyncio.Future[Any]) -> None:
@@ -224,11 +224,11 @@ class TuningLeader:
         is_known = hmac.compare_digest(body.adapter + body.secret, self.adapter + self.secret)
         if not is_known or self._clock() > self._closes_s:
             raise ProtocolError("a ticket of another tuning, or an expired one", code=ErrorCode.REFUSED)
-        for other in [one for one in self._followers.values() if one.channel.peer == channel.peer]:
+        for other in [follower for follower in self._followers.values() if follower.channel.peer == channel.peer]:
             self._drop(other, Error(ErrorCode.STALE))  # its link may have broken without a word
         group = channel.claimant.group
         is_home = is_wide(group) and not is_relayed_group(group)  # homes behind one relay have nothing in common
-        if is_home and any(one.channel.claimant.group == group for one in self._followers.values()):
+        if is_home and any(follower.channel.claimant.group == group for follower in self._followers.values()):
             raise Busy("another trainer of this home takes part", retry_s=FLOOR_S)
         # its bytes, the vector in them, and both on their way back
         memory = self._board.ledger.reserve(Account.AVERAGING, 2 * (self._size + self.layout.size_bytes(Codec.NONE)))
@@ -237,9 +237,9 @@ class TuningLeader:
         except Busy:
             memory.release()
             raise
-        one = self._followers[channel] = _Follower(channel, memory)
-        channel.on_frame = lambda frame, body: self._hear(one, frame, body)
-        channel.on_lost = lambda _error: self._drop(one)
+        follower = self._followers[channel] = _Follower(channel, memory)
+        channel.on_frame = lambda frame, body: self._receive(follower, frame, body)
+        channel.on_lost = lambda _error: self._drop(follower)
         channel.send(self._joined, at_once=True)
 
     def _make_place(self, group: str) -> None:
@@ -253,65 +253,68 @@ class TuningLeader:
         newest = next(channel for channel in reversed(self._followers) if channel.claimant.group == crowd)
         self._drop(self._followers[newest], Error(ErrorCode.BUSY, FLOOR_S))
 
-    def _hear(self, one: _Follower, frame: Frame, body: Body) -> None:
-        one.moved_s = self._clock()
+    def _receive(self, follower: _Follower, frame: Frame, body: Body) -> None:
+        follower.moved_s = self._clock()
         try:
             if isinstance(body, SharePiece):
                 # Take a piece of a follower's part. Raises ProtocolError if it is not due, or of another size.
                 due_step = self.averaging.next_end(self._ended_step + 1)
-                is_late = body.step <= due_step and one.place is _Place.LATE
-                is_due = body.step == due_step and one.is_missing
+                is_late = body.step <= due_step and follower.place is _Place.LATE
+                is_due = body.step == due_step and follower.is_missing
                 came = body.offset + len(frame.payload)
                 if not (is_late or is_due) or not len(frame.payload) or body.size != self._size or came > self._size:
                     raise ProtocolError("a piece of a part that is not due")
                 if is_late and came == self._size:
-                    self._wait_for_state(one)
+                    self._wait_for_state(follower)
                 elif is_due:
-                    if body.offset != len(one.coming) or body.labels > self.averaging.most_labels:
+                    if body.offset != len(follower.coming) or body.labels > self.averaging.most_labels:
                         raise ProtocolError("a piece of a part that does not fit")
-                    one.coming += frame.payload
-                    if len(one.coming) == self._size:
-                        vector_N = self.layout.decode(one.coming, self.averaging.codec)
-                        home = one.channel.claimant.group
-                        one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss, home), bytearray()
+                    follower.coming += frame.payload
+                    if len(follower.coming) == self._size:
+                        vector_N = self.layout.decode(follower.coming, self.averaging.codec)
+                        home = follower.channel.claimant.group
+                        follower.part, follower.coming = (
+                            TrainerPart(vector_N, body.labels, body.loss, home),
+                            bytearray(),
+                        )
                         self._change()
-            elif isinstance(body, GetAdapter) and one.place is _Place.JOINED:
-                self._wait_for_state(one)
+            elif isinstance(body, GetAdapter) and follower.place is _Place.JOINED:
+                self._wait_for_state(follower)
             elif isinstance(body, End | Error):
-                self._drop(one)
+                self._drop(follower)
             else:
                 raise ProtocolError(f"an unexpected {type(body).__name__}")
         except ProtocolError as error:
-            log.warning("trainer %s is left out: %s", one.channel.peer, error)
-            self._drop(one, Error(error.code))
+            log.warning("trainer %s is left out: %s", follower.channel.peer, error)
+            self._drop(follower, Error(error.code))
 
     def _wait_for_state(self, one: _Follower) -> None:
         one.place, one.coming, one.part = _Place.WAITS, bytearray(), None
         self._change()
 
-    def _send(self, one: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:
-        one.sending = self._tasks.spawn(self._send_all(one, pieces), f"send to {one.channel.peer}")
+    def _send(self, follower: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:
+        follower.sending = self._tasks.spawn(self._send_all(follower, pieces), f"send to {follower.channel.peer}")
 
-    async def _send_all(self, one: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:
+    async def _send_all(self, follower: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:
         try:
             for message, payload in pieces:
-                await one.channel.drain()
-                one.channel.send(message, payload=[payload], at_once=True)
-            await one.channel.drain()
+                await follower.channel.drain()
+                follower.channel.send(message, payload=[payload], at_once=True)
+            await follower.channel.drain()
         except PeerError as error:
-            log.info("trainer %s is lost: %s", one.channel.peer, error)
-            self._drop(one)
-        one.moved_s = self._clock()
+            log.info("trainer %s is lost: %s", follower.channel.peer, error)
+            self._drop(follower)
+        follower.moved_s = self._clock()
 
-    def _drop(self, one: _Follower, last: Body | None = None) -> None:
+    def _drop(self, follower: _Follower, last: Body | None = None) -> None:
         """End the conversation with a follower. Safe to call twice."""
-        if self._followers.pop(one.channel, None) is not None:
-            one.memory.release()
-            one.channel.close(last)
+        if self._followers.pop(follower.channel, None) is not None:
+            follower.memory.release()
+            follower.channel.close(last)
             self._change()
 
     def _change(self) -> None:
         self._changed.set()
-        if self.trainers != self._told:
-            self._told = self.trainers
-            self._on_change(self._told)
+        if self.trainers != self._reported_trainers:
+            self._reported_trainers = self.trainers
+            self._on_change(self._reported_trainers)

@@ -55,7 +55,7 @@ class RemoteLayers:
         self.window = window
         self._opener = opener
         self._units = units
-        self._kept = ledger.count(Account.ACTIVATIONS)
+        self._memory = ledger.count(Account.ACTIVATIONS)
         self._lock = asyncio.Lock()
         self._route: AdapterRoute | None = None
         self._weights: dict[str, Tensor] = {}  # of the last pass,
@@ -122,7 +122,7 @@ class RemoteLayers:
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
-    async def loss(self, weights: Weights, given: TunedMicrobatch) -> tuple[float, dict[str, Tensor]]:
+    async def loss(self, weights: Weights, microbatch: TunedMicrobatch) -> tuple[float, dict[str, Tensor]]:
         """Return the sum of a microbatch's losses times its share, and the gradients of the weights; none if it does not learn.
 
         The layers must include the model's ends. Raises as `forward`.
@@ -130,12 +130,14 @@ class RemoteLayers:
         async with self._lock:
             while True:
                 try:
-                    route, number = await self._ready(weights, learns=given.learns)
-                    one = TunedMicrobatch(number, given.inputs, given.labels, given.share, given.learns)
+                    route, number = await self._ready(weights, learns=microbatch.learns)
+                    one = TunedMicrobatch(
+                        number, microbatch.inputs, microbatch.labels, microbatch.share, microbatch.learns
+                    )
                     found = await route.compute(0, [one])
-                    gradients = await self._gradients(route) if given.learns else {}
+                    gradients = await self._gradients(route) if microbatch.learns else {}
                     self._succeed()
-                    return found[number][0] * given.share, gradients
+                    return found[number][0] * microbatch.share, gradients
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
@@ -225,7 +227,7 @@ class RemoteLayers:
     def _count(self) -> None:
         """Count the inputs of the passes in flight in the ledger."""
         waiting = [pending for known in self._pending.values() if (pending := known()) is not None]
-        self._kept.count(sum(value.nbytes for pending in waiting for value in pending.inputs))
+        self._memory.count(sum(value.nbytes for pending in waiting for value in pending.inputs))
 
     # -- routes
 

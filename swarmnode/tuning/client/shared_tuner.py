@@ -40,14 +40,14 @@ class SharedTuner(AdapterTuner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._kept: list[_Update] = []
+        self._updates: list[_Update] = []
         self._taught: dict[int, tuple[int, float]] = {}  # labels and mean losses of the round's steps
         self._owed: ComputedStep | None = None  # in a finished round, not reported yet
         self._anchor: AdapterState | None = None  # that all trainers agreed on last
         self._lost: LeaderLost | None = None
 
     def __repr__(self) -> str:
-        return f"<SharedTuner at step {self._step} of {self.run.steps}, {len(self._kept)} kept updates>"
+        return f"<SharedTuner at step {self._step} of {self.run.steps}, {len(self._updates)} kept updates>"
 
     async def tune(self, stop: asyncio.Event) -> int:
         """Train as `AdapterTuner.tune`. Raises LeaderLost after a checkpoint if the leader has gone."""
@@ -75,7 +75,7 @@ class SharedTuner(AdapterTuner):
 
     async def _move_to(self, state: AdapterState) -> None:
         """Go on from the leader's state."""
-        self._kept, self._taught, self._owed = [], {}, None
+        self._updates, self._taught, self._owed = [], {}, None
         self._step, self._reported, self._anchor = state.step, state.step, state
         await self._save(state)
         if self._route is not None:
@@ -93,7 +93,7 @@ class SharedTuner(AdapterTuner):
             self.partners.give(self.state)
 
     async def _catch_up(self, route: AdapterRoute) -> None:
-        for update in self._kept:
+        for update in self._updates:
             self._report(await self._apply(route, update))
         if self._owed is not None:
             self._report(await self._evaluated(route, self._owed))
@@ -105,11 +105,11 @@ class SharedTuner(AdapterTuner):
 
     async def _save(self, state: AdapterState) -> None:
         await super()._save(state)
-        self._kept = []
+        self._updates = []
 
     @property
     def _is_checkpoint_due(self) -> bool:
-        return super()._is_checkpoint_due or sum(update.size_bytes for update in self._kept) > MAX_KEPT_BYTES
+        return super()._is_checkpoint_due or sum(update.size_bytes for update in self._updates) > MAX_KEPT_BYTES
 
     def _report(self, done: ComputedStep) -> None:
         super()._report(done)
@@ -120,8 +120,8 @@ class SharedTuner(AdapterTuner):
         return super()._is_over and self._owed is None
 
     @property
-    def _kept_updates(self) -> int:
-        return len(self._kept)
+    def _pending_updates(self) -> int:
+        return len(self._updates)
 
     async def _update(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
         if self.partners.averaging.every == 1:
@@ -152,7 +152,7 @@ class SharedTuner(AdapterTuner):
         done = replace(done, loss=mean.loss, labels=mean.labels, norm=mean.norm)
         files = await asyncio.to_thread(layout.files, mean.vector_N)
         update = _Update(done, AdapterState(done.number, files))
-        self._kept.append(update)
+        self._updates.append(update)
         return await self._apply(route, update)
 
     async def _apply(self, route: AdapterRoute, update: _Update) -> ComputedStep:

@@ -114,7 +114,7 @@ class ComingState:
         """Whether all files are here."""
         return len(self.files) == len(self._units)
 
-    def take(self, body: AdapterPiece, payload: Buffer) -> None:
+    def accept_piece(self, body: AdapterPiece, payload: Buffer) -> None:
         """Take the next piece. Raises ProtocolError if it is another one, or its file would be larger than the adapter's."""
         unit, came = self._units.start + len(self.files), len(self._file) + len(payload)
         is_due = not self.is_complete and body.unit == unit and body.offset == len(self._file)
@@ -125,10 +125,10 @@ class ComingState:
             self.files[unit], self._file = bytes(self._file), bytearray()
 
 
-def _is_state(found: Mapping[str, Tensor], step: int) -> bool:
+def _is_state(tensors: Mapping[str, Tensor], step: int) -> bool:
     """Return whether dtypes, the number of updates and the signs of squares are those of a state at `step`."""
-    floats = {name: tensor for name, tensor in found.items() if name != STEP}
-    is_at_step = STEP not in found or (found[STEP].dtype == torch.int64 and int(found[STEP]) == step)
+    floats = {name: tensor for name, tensor in tensors.items() if name != STEP}
+    is_at_step = STEP not in tensors or (tensors[STEP].dtype == torch.int64 and int(tensors[STEP]) == step)
     return (
         is_at_step
         and all(tensor.dtype == torch.float32 for tensor in floats.values())

@@ -75,7 +75,7 @@ class _Hop:
     coming: ComingState
     answer: asyncio.Future[Body] | None = None  # to the last command
     updating: asyncio.Future[Body] | None = None  # the same one, of an UPDATE whose answer nothing has waited for
-    given: asyncio.Future[dict[int, bytes]] | None = None
+    gathered: asyncio.Future[dict[int, bytes]] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class TunedRoute:
         self._losses: dict[int, tuple[float, int]] = {}
         self._waits: dict[int, _Wait] = {}  # by microbatch
         self._passing: dict[int, _Passing] = {}  # by microbatch
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         self._longest_s = 0.0  # silence between two answers
         self._answered = False
         self._next_step = 0  # that the last UPDATE begins
@@ -215,11 +215,11 @@ class TunedRoute:
         layers: dict[int, bytes] = {}
         for hop in self._hops:
             hop.coming = self._coming(hop.spec)
-            hop.given = self._loop.create_future()
+            hop.gathered = self._loop.create_future()
             hop.channel.send(GetAdapter(step, gradients))
         for hop in self._hops:
-            assert hop.given is not None
-            files = await self._wait(hop.given)
+            assert hop.gathered is not None
+            files = await self._wait(hop.gathered)
             await asyncio.to_thread(self._check, hop, files, step, gradients)
             layers |= files
         return AdapterState(step, layers)
@@ -228,18 +228,22 @@ class TunedRoute:
         for unit, raw in files.items():
             self._shapes.check(unit, raw, step, gradients=gradients, peer=hop.spec.peer)
 
-    async def _feed(self, step: int, one: TunedMicrobatch, window: asyncio.Semaphore) -> None:
+    async def _feed(self, step: int, microbatch: TunedMicrobatch, window: asyncio.Semaphore) -> None:
         async with window:
-            missing: set[type[Body]] = {TuneLoss, TuneCounted} if one.learns else {TuneLoss}
-            wait = self._waits[one.number] = _Wait(step, missing, self._loop.create_future())
-            infos, payload = encode_values(one.labels)
-            self._hops[-1].channel.send(TuneLabels(step, one.number, infos, one.share), payload=payload, at_once=True)
-            infos, payload = encode_values(one.inputs)
-            self._hops[0].channel.send(TuneInput(step, one.number, infos, one.learns), payload=payload, at_once=True)
+            missing: set[type[Body]] = {TuneLoss, TuneCounted} if microbatch.learns else {TuneLoss}
+            wait = self._waits[microbatch.number] = _Wait(step, missing, self._loop.create_future())
+            infos, payload = encode_values(microbatch.labels)
+            self._hops[-1].channel.send(
+                TuneLabels(step, microbatch.number, infos, microbatch.share), payload=payload, at_once=True
+            )
+            infos, payload = encode_values(microbatch.inputs)
+            self._hops[0].channel.send(
+                TuneInput(step, microbatch.number, infos, microbatch.learns), payload=payload, at_once=True
+            )
             try:
                 await wait.over
             finally:
-                del self._waits[one.number]
+                del self._waits[microbatch.number]
 
     # -- passes between ends that the owner computes
 
@@ -301,7 +305,7 @@ class TunedRoute:
             raise ProtocolError("integers instead of hidden states or gradients", code=ErrorCode.NOT_FINITE, peer=peer)
         return values[0].to(torch.float32)
 
-    def _take_values(self, index: int, body: TuneInput | TuneGradient, payload: Buffer) -> None:
+    def _receive_values(self, index: int, body: TuneInput | TuneGradient, payload: Buffer) -> None:
         """Take outputs of the last hop, or gradients of the first one. Values that nothing waits for end the route."""
         passing = self._passing.get(body.number)
         at_end = index == (0 if isinstance(body, TuneGradient) else len(self._hops) - 1)
@@ -311,7 +315,7 @@ class TunedRoute:
             self._fail(error)
             return
         self._answered = True
-        self._note_progress()
+        self._record_progress()
         future.set_result((body.values, payload))
 
     # -- states
@@ -336,24 +340,24 @@ class TunedRoute:
     async def _call(self, index: int, spec: HopSpec) -> None:
         request = msgspec.structs.replace(self.request, index=index)
 
-        def hear(frame: Frame, body: Body) -> None:
-            self._hear(index, frame.payload, body)
+        def receive(frame: Frame, body: Body) -> None:
+            self._receive(index, frame.payload, body)
 
-        channel = await call_hop(self._board, spec.peer, hear, self._fail)
+        channel = await call_hop(self._board, spec.peer, receive, self._fail)
         self._hops.append(_Hop(spec, channel, self._loop.create_future(), self._coming(spec)))
         channel.send(request, at_once=True)
 
-    def _hear(self, index: int, payload: Buffer, body: Body) -> None:
+    def _receive(self, index: int, payload: Buffer, body: Body) -> None:
         hop, last = self._hops[index], len(self.request.route) - 1
         if (isinstance(body, TuneLoss) and index == last) or (isinstance(body, TuneCounted) and index == 0):
-            self._note(body)
+            self._record_report(body)
         elif isinstance(body, AdapterOpened) and not hop.opened.done():
-            self._note_progress()
+            self._record_progress()
             hop.opened.set_result(body)
         elif isinstance(body, AdapterPiece):
-            self._take(hop, body, payload)
+            self._receive_piece(hop, body, payload)
         elif isinstance(body, TuneInput | TuneGradient):
-            self._take_values(index, body, payload)
+            self._receive_values(index, body, payload)
         elif isinstance(body, Fault) and body.code == ErrorCode.DRAINING and body.index == index and hop.channel.open:
             self.leavers.add(hop.spec.peer)
         elif isinstance(body, Fault):
@@ -361,7 +365,7 @@ class TunedRoute:
         elif (error := ending(body, hop.spec.peer)) is not None:
             self._fail(error)
         elif hop.answer is not None and not hop.answer.done():
-            self._note_progress()
+            self._record_progress()
             hop.answer.set_result(body)
 
     def _reported(self, index: int, body: Fault) -> PeerError:
@@ -377,14 +381,14 @@ class TunedRoute:
         suspects = [hop.peer for hop in (route if is_own else (route[index], route[body.index]))]
         return HopFault(refused, claimant=route[index].peer, suspects=suspects)
 
-    def _note_progress(self) -> None:
+    def _record_progress(self) -> None:
         """Note the time of a frame that was waited for. Others do not count, else a hop could hide that another one hangs."""
         now_s = self._loop.time()
         if self._answered:
-            self._longest_s = max(self._longest_s, now_s - self._heard_s)
-        self._heard_s = now_s
+            self._longest_s = max(self._longest_s, now_s - self._received_s)
+        self._received_s = now_s
 
-    def _note(self, body: TuneLoss | TuneCounted) -> None:
+    def _record_report(self, body: TuneLoss | TuneCounted) -> None:
         """Note a report on a microbatch, which is over once both reports are here; a held-out one has only a loss."""
         if body.number in self._passing:
             self._fail(ProtocolError("a hop that gives its owner no gradients", peer=self.request.route[0].peer))
@@ -393,7 +397,7 @@ class TunedRoute:
             return
         wait.missing.remove(type(body))
         self._answered = True
-        self._note_progress()
+        self._record_progress()
         if isinstance(body, TuneLoss) and not abs(body.loss) <= MOST_LOSS:  # NaN, too
             self._fail(refusal(ErrorCode.NOT_FINITE, peer=self.request.route[-1].peer))
             return
@@ -405,19 +409,19 @@ class TunedRoute:
     def _coming(self, spec: HopSpec) -> ComingState:
         return ComingState(self._shapes, range(spec.start, spec.end))
 
-    def _take(self, hop: _Hop, body: AdapterPiece, payload: Buffer) -> None:
+    def _receive_piece(self, hop: _Hop, body: AdapterPiece, payload: Buffer) -> None:
         """Take a piece of the tensors that a hop gives."""
         try:
-            if hop.given is None or hop.given.done():
+            if hop.gathered is None or hop.gathered.done():
                 raise ProtocolError("a piece of a state that does not fit")
-            hop.coming.take(body, payload)
+            hop.coming.accept_piece(body, payload)
         except ProtocolError as error:
             error.peer = hop.spec.peer
             self._fail(error)
             return
-        self._note_progress()
+        self._record_progress()
         if hop.coming.is_complete:
-            hop.given.set_result(hop.coming.files)
+            hop.gathered.set_result(hop.coming.files)
 
     def _fail(self, error: Exception) -> None:
         if not self._failed.done():
@@ -443,9 +447,11 @@ class TunedRoute:
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Wait for `work`. Raises the error of a hop that fails, or PeerLost if all hops are silent for too long."""
-        self._heard_s = max(self._heard_s, self._loop.time())
+        self._received_s = max(self._received_s, self._loop.time())
         try:
-            return await unless_failed(work, self._failed, lambda: self._heard_s + self._patience_s - self._loop.time())
+            return await unless_failed(
+                work, self._failed, lambda: self._received_s + self._patience_s - self._loop.time()
+            )
         except asyncio.TimeoutError:
             raise PeerLost("no hop answers although all links are alive") from None
 

@@ -149,7 +149,9 @@ class AdapterTuner:
                     self.rewinds += self._route is not None
                     self.fault = str(error)
                     await self._leave()
-                    self.steps_lost += max(0, min(self._step, self._reported) - self._saved_step - self._kept_updates)
+                    self.steps_lost += max(
+                        0, min(self._step, self._reported) - self._saved_step - self._pending_updates
+                    )
                     self._step = self._saved_step
                     self.opener.failed(error)
                     if stop.is_set():
@@ -203,7 +205,7 @@ class AdapterTuner:
 
     @property
     def _is_checkpoint_due(self) -> bool:
-        return self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
+        return self.run.is_checkpoint(self._step)
 
     async def _save(self, state: AdapterState) -> None:
         self.state = state
@@ -245,10 +247,10 @@ class AdapterTuner:
         return [await asyncio.to_thread(self._microbatch, number) for number in self.run.passes(self._step)]
 
     def _check_labels(
-        self, route: AdapterRoute, microbatches: Sequence[TunedMicrobatch], found: Mapping[int, tuple[float, int]]
+        self, route: AdapterRoute, microbatches: Sequence[TunedMicrobatch], results: Mapping[int, tuple[float, int]]
     ) -> None:
         """Raise ProtocolError if the last hop counted other labels than the microbatches have."""
-        if any(found[one.number][1] != self._count(one.labels[0]) for one in microbatches):
+        if any(results[one.number][1] != self._count(one.labels[0]) for one in microbatches):
             raise ProtocolError("the last hop counted other labels", peer=route.sizes[-1][0].peer)
 
     def _count(self, labels_BS: Tensor) -> int:
@@ -280,7 +282,7 @@ class AdapterTuner:
         return TunedMicrobatch(number, inputs, labels[:1], share, learns)
 
     @property
-    def _kept_updates(self) -> int:
+    def _pending_updates(self) -> int:
         """Number of updates since the last checkpoint that are kept here, so that no gradient is computed again for them."""
         return 0
 

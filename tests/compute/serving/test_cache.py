@@ -249,7 +249,7 @@ def test_what_is_promised_of_windows_is_kept(span):
     source = open_session(pool, "source", 1000)
     for step in range(400):
         fill(pool, source, 1, float(step))
-        promised = [length for length in range(1, source.length + 1) if pool.keeps(source.length, length)]
+        promised = [length for length in range(1, source.length + 1) if pool.retains(source.length, length)]
         assert source.floor <= promised[0] <= max(1, source.length - ROLLBACK)
     open_session(pool, "copy", 1000)
     with pytest.raises(ProtocolError):
@@ -263,7 +263,7 @@ def test_a_copy_of_a_moved_window_is_what_is_seen(span):
     source, copy = open_session(pool, "source", 1000), open_session(pool, "copy", 1000)
     for step in range(400):
         fill(pool, source, 1, float(step))
-    assert pool.keeps(400, 380)
+    assert pool.retains(400, 380)
     pool.fork("source", "copy", 380)
     held = copy.cohort.buffers[1][0][0, 0, copy.cohort.held(copy, 1), 0]
     assert held[-window.size + 1 :].tolist() == [float(at) for at in range(380 - window.size + 1, 380)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.kademlia import BUCKET_PEERS, EnoughThere, FoundThere, LookUp, RecordStore, RoutingTable, node_id
+from swarmnode.net.kademlia import BUCKET_PEERS, EnoughThere, KeyAnswer, Lookup, RecordStore, RoutingTable, node_id
 
 NOW = 1_790_000_000.0
 LATER = NOW + 60
@@ -22,8 +22,8 @@ class TablePeer:
         self.routing_table = RoutingTable(name)
         self.store = RecordStore(lambda: NOW)
 
-    def answer(self, key: int) -> FoundThere:
-        return FoundThere(self.store.get(key), self.routing_table.nearest(key))
+    def answer(self, key: int) -> KeyAnswer:
+        return KeyAnswer(self.store.get(key), self.routing_table.nearest(key))
 
 
 class Liar(TablePeer):
@@ -31,9 +31,9 @@ class Liar(TablePeer):
 
     friends: Sequence[PeerId] = ()
 
-    def answer(self, key: int) -> FoundThere:
+    def answer(self, key: int) -> KeyAnswer:
         nearest = sorted(self.friends, key=lambda peer: node_id(peer) ^ key)
-        return FoundThere({}, nearest[:BUCKET_PEERS])
+        return KeyAnswer({}, nearest[:BUCKET_PEERS])
 
 
 class Kademlia:
@@ -49,7 +49,7 @@ class Kademlia:
         for peer in self.peers.values():
             for other in self.random.sample(names, len(names)):
                 if other != peer.name:
-                    peer.routing_table.heard(other, self.group_of(other))
+                    peer.routing_table.record_contact(other, self.group_of(other))
 
     def add(self, peer: TablePeer) -> None:
         self.peers[peer.name] = peer
@@ -58,14 +58,14 @@ class Kademlia:
         known = self.peers.get(peer)
         return peer if known is None else known.group
 
-    async def ask(self, peer: PeerId, keys: Sequence[int]) -> list[FoundThere] | None:
+    async def ask(self, peer: PeerId, keys: Sequence[int]) -> list[KeyAnswer] | None:
         self.calls += 1
         known = self.peers.get(peer)
         return None if known is None else [known.answer(key) for key in keys]
 
-    async def look_up(self, asker: TablePeer, *keys: int, enough: EnoughThere | None = None) -> LookUp:
+    async def look_up(self, asker: TablePeer, *keys: int, enough: EnoughThere | None = None) -> Lookup:
         kept = {key: asker.store.get(key) for key in keys}
-        return await LookUp(asker.name, kept, asker.routing_table.nearest, self.ask, self.group_of, enough=enough).run()
+        return await Lookup(asker.name, kept, asker.routing_table.nearest, self.ask, self.group_of, enough=enough).run()
 
     async def store(self, writer: TablePeer, key: int, count: int = 5) -> list[PeerId]:
         """Store a record of the writer at the keepers of a key; who they are."""
@@ -89,5 +89,5 @@ class Kademlia:
             self.add(liar)
         for peer in list(self.peers.values()):
             for liar in liars:
-                peer.routing_table.heard(liar.name, group)
+                peer.routing_table.record_contact(liar.name, group)
         return liars

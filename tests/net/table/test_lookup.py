@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from swarmnode.net.addressing.addresses import Claimant
-from swarmnode.net.kademlia import AT_ONCE, MAX_ASKED, FoundThere, LookUp, key_id, node_id
+from swarmnode.net.kademlia import AT_ONCE, MAX_ASKED, KeyAnswer, Lookup, key_id, node_id
 from tests.net.table.kademlia import LATER, NOW, Kademlia, TablePeer
 
 KEY = key_id(b"a swarm's peers")
@@ -66,7 +66,7 @@ async def test_the_silent_are_not_waited_for_one_by_one():
         del table.peers[gone]
     at_once, most = 0, 0
 
-    async def slow(peer: str, keys: Sequence[int]) -> list[FoundThere] | None:
+    async def slow(peer: str, keys: Sequence[int]) -> list[KeyAnswer] | None:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
@@ -75,7 +75,7 @@ async def test_the_silent_are_not_waited_for_one_by_one():
         return await table.ask(peer, keys)
 
     start = reader.routing_table.nearest
-    await LookUp(reader.name, {KEY: {}}, start, slow, table.group_of, enough=lambda _key, _records: False).run()
+    await Lookup(reader.name, {KEY: {}}, start, slow, table.group_of, enough=lambda _key, _records: False).run()
     assert most == AT_ONCE
 
 
@@ -114,7 +114,7 @@ async def test_on_a_network_of_ones_own_everybody_may_be_a_keeper():
         table.add(TablePeer(f"lan {number}", "192.168.1.7"))
     for peer in table.peers.values():
         for other in table.peers:
-            peer.routing_table.heard(other, "192.168.1.7")
+            peer.routing_table.record_contact(other, "192.168.1.7")
     writer = next(iter(table.peers.values()))
     assert len(await table.store(writer, KEY)) == 5
 

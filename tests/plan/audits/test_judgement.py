@@ -104,7 +104,7 @@ def test_who_is_false_everywhere_is_not_held_against_itself() -> None:
     calibration, far = Calibration(), [0.08] * 64
     assert judge_states(far, calibration.tolerance("bfloat16", Codec.NONE, units=8, deviations=far)).false
     for number in range(VOICES):  # honest peers have shown how little this model's noise is
-        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, honest(9), units=8)
+        calibration.record(f"peer {number}", "bfloat16", Codec.NONE, honest(9), units=8)
     near = [4 * NOISE["bfloat16", Codec.NONE].high] * 64
     assert judge_states(near, calibration.tolerance("bfloat16", Codec.NONE, units=8, deviations=near)).false
 
@@ -112,13 +112,13 @@ def test_who_is_false_everywhere_is_not_held_against_itself() -> None:
 def test_a_models_noise_is_learnt_from_several_peers_and_only_so_far() -> None:
     calibration = Calibration()
     for number in range(VOICES - 1):
-        calibration.note(f"peer {number}", "bfloat16", Codec.NONE, [0.0041] * 9, units=8)
+        calibration.record(f"peer {number}", "bfloat16", Codec.NONE, [0.0041] * 9, units=8)
     assert calibration.most == MAX_FACTOR, "too few voices"
     for _ in range(40):
-        calibration.note("a liar", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
+        calibration.record("a liar", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
     assert calibration.most == pytest.approx(SPREAD), "one voice of five"
     for number in range(40):
-        calibration.note(f"another {number}", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
+        calibration.record(f"another {number}", "bfloat16", Codec.NONE, [1.0] * 9, units=8)
     assert calibration.most == MAX_FACTOR
 
 
@@ -167,7 +167,7 @@ SMALLER = [*[0.08] * 12, *[0.17] * 103, *[0.26] * 13]
 def test_fast_products_are_honest_on_other_machines_and_false_from_a_smaller_format(voices: int) -> None:
     calibration = Calibration()
     for number in range(voices):  # on one kind of machine all bits are equal, which must not make others false
-        calibration.note(f"peer {number}", "packed", Codec.NONE, [0.0] * 64, units=10)
+        calibration.record(f"peer {number}", "packed", Codec.NONE, [0.0] * 64, units=10)
     assert calibration == Calibration()
     for deviations, is_false in ((MACHINES, False), (SMALLER, True)):
         judged = judge_states(deviations, calibration.tolerance("packed", Codec.NONE, units=10, deviations=deviations))

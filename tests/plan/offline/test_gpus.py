@@ -1,6 +1,6 @@
 import pytest
 
-from swarmnode.plan.offline.gpus import LAYER_PARAMETERS, find_gpu, known_gpus, layer_times
+from swarmnode.plan.offline.gpus import LAYER_PARAMETERS, find_gpu, gpus_by_name, layer_times
 
 LAYER = LAYER_PARAMETERS["llama2_70b"]
 
@@ -27,7 +27,7 @@ def test_others_are_not(name):
 
 
 def test_every_card_finds_itself():
-    assert all(find_gpu(name) is gpu for name, gpu in known_gpus().items())
+    assert all(find_gpu(name) is gpu for name, gpu in gpus_by_name().items())
 
 
 def test_published_points_are_met_and_lines_drawn_between():

@@ -138,15 +138,15 @@ def test_running_session_stays_with_its_caches():
         (peer("a", 0, 3, 100), peer("b", 3, 6, 100), peer("c", 0, 3, 200), peer("d", 3, 6, 200), peer("e", 0, 6, 150)),
     )
     keep = [HopSpec("a", 0, 3), HopSpec("b", 3, 6)]
-    assert hops_of(find_route(view, keep=keep)) == [("a", 0, 3), ("b", 3, 6)]
-    assert hops_of(find_route(view, keep=keep, avoid={"b"})) == [("a", 0, 3), ("d", 3, 6)]
-    assert hops_of(find_route(view, keep=keep, avoid={"a", "b"}))[0][0] in ("c", "e")
+    assert hops_of(find_route(view, retain=keep)) == [("a", 0, 3), ("b", 3, 6)]
+    assert hops_of(find_route(view, retain=keep, avoid={"b"})) == [("a", 0, 3), ("d", 3, 6)]
+    assert hops_of(find_route(view, retain=keep, avoid={"a", "b"}))[0][0] in ("c", "e")
 
 
 def test_keeper_takes_over_where_nobody_else_can():
     view = View(6, (peer("a", 0, 6),))
     keep = [HopSpec("a", 0, 3), HopSpec("b", 3, 6)]
-    assert hops_of(find_route(view, keep=keep)) == [("a", 0, 6)]
+    assert hops_of(find_route(view, retain=keep)) == [("a", 0, 6)]
 
 
 def test_clients_spread_over_equal_peers_and_each_is_constant():
@@ -192,7 +192,7 @@ def test_a_running_session_has_its_room_already():
     full = PeerView("full", Span(0, 4), cache_tokens_free=0)
     keep = (HopSpec("full", 0, 4),)
     view = View(4, (full, peer("other", 0, 4)))
-    assert hops_of(find_route(view, keep=keep, size=SessionSize(1, 100))) == [("full", 0, 4)]
+    assert hops_of(find_route(view, retain=keep, size=SessionSize(1, 100))) == [("full", 0, 4)]
 
 
 def test_a_long_prompt_goes_where_prompts_are_fast():

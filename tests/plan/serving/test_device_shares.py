@@ -80,7 +80,7 @@ def test_one_long_prompt_of_somebody_who_had_nothing_is_not_held_back() -> None:
 
 def test_who_comes_back_has_saved_up_nothing_and_forgotten_nothing() -> None:
     cost = PassCost()
-    cost.note(1, 0.01)
+    cost.record(1, 0.01)
     shares = DeviceShares(cost)
     for session, owner in enumerate(("early", "late", "early")):
         shares.open(session, owner)

@@ -167,12 +167,12 @@ def test_the_cost_of_rows_is_asked_for_now_and_then() -> None:
 def test_the_load_of_a_device() -> None:
     load = RowLoad()
     for number in range(1, 2001):
-        load.note(number * 0.01, 0.004)
+        load.record(number * 0.01, 0.004)
     assert load.share(20.0) == pytest.approx(0.4, rel=0.02)
     assert load.share(20.0 + OVER_S) == pytest.approx(0.4 / math.e, rel=0.02)
     assert load.share(200.0) < 1e-6
     for number in range(1, 2001):
-        load.note(200 + number * 0.01, 0.01)
+        load.record(200 + number * 0.01, 0.01)
     assert load.share(220.0) == pytest.approx(1.0, rel=0.02)
 
 

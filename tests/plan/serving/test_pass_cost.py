@@ -10,7 +10,7 @@ from swarmnode.plan.serving.scheduler import PassCost
 def noted(*passes: tuple[int, float]) -> PassCost:
     cost = PassCost()
     for positions, took_s in passes:
-        cost.note(positions, took_s)
+        cost.record(positions, took_s)
     return cost
 
 

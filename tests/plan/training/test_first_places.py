@@ -21,7 +21,7 @@ class Looks:
 
     def look(self, *peers: tuple[Span, State], elsewhere: bool) -> bool:
         seen = [PeerView(f"peer {number}", span, state, 1.0) for number, (span, state) in enumerate(peers)]
-        self.first_places.note(seen, elsewhere=elsewhere, patience_s=PATIENCE_S)
+        self.first_places.record(seen, elsewhere=elsewhere, patience_s=PATIENCE_S)
         return self.first_places.awaited
 
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from swarmnode.plan.training.wiring import BELIEVED, QUEUES, Replica, keep_busy
+from swarmnode.plan.training.wiring import BELIEVED, QUEUES, Replica, set_at_once
 from swarmnode.plan.view import Span
 from tests.plan.training.lines import links
 
 
 def at_once(workers: dict[str, Replica], **network: float) -> dict[str, int]:
-    keep_busy(4, workers, links("".join(workers), **network))
+    set_at_once(4, workers, links("".join(workers), **network))
     return {peer: worker.at_once for peer, worker in workers.items()}
 
 

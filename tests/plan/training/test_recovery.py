@@ -52,34 +52,34 @@ def test_nobody_holds_a_unit() -> None:
 
 
 def begun(start: int, end: int, step: int, *kept: int, founded: bool = True) -> HoldingReport:
-    return HoldingReport(Span(start, end), step, True, kept=frozenset(kept), founded=founded)
+    return HoldingReport(Span(start, end), step, True, stored_steps=frozenset(kept), founded=founded)
 
 
 def test_a_first_run_of_which_nothing_is_left_for_some_units_begins_anew() -> None:
     for here in (begun(0, 2, 5), begun(0, 2, 5, 3)):
-        found = plan_anew(UNITS, {"a": here, "b": blank(2, 3)}, kept_from=6)
+        found = plan_anew(UNITS, {"a": here, "b": blank(2, 3)}, stored_from=6)
         assert found is not None and found.step == 0 and found.restore == {"a", "b"} and found.anew
         assert not found.missing
-    assert plan_anew(UNITS, {"a": begun(0, 1, 5), "b": blank(2, 3)}, kept_from=6) is None, "unit 1 has nobody"
+    assert plan_anew(UNITS, {"a": begun(0, 1, 5), "b": blank(2, 3)}, stored_from=6) is None, "unit 1 has nobody"
 
 
 def test_once_a_step_was_due_to_be_kept_its_holder_is_waited_for() -> None:
-    assert plan_anew(UNITS, {"a": begun(0, 2, 5), "b": blank(2, 3)}, kept_from=5) is None
-    assert plan_anew(UNITS, {"a": ready(0, 2, 7, 5, 0), "b": blank(2, 3, 0)}, kept_from=5) is None
+    assert plan_anew(UNITS, {"a": begun(0, 2, 5), "b": blank(2, 3)}, stored_from=5) is None
+    assert plan_anew(UNITS, {"a": ready(0, 2, 7, 5, 0), "b": blank(2, 3, 0)}, stored_from=5) is None
 
 
 def test_one_alone_does_not_say_that_a_run_is_the_first() -> None:
     others = {"a": begun(0, 2, 5, founded=False), "b": begun(0, 2, 5, founded=False), "d": blank(2, 3)}
-    assert plan_anew(UNITS, {**others, "c": begun(0, 2, 5)}, kept_from=50) is None
-    assert plan_anew(UNITS, {"c": begun(0, 2, 5), "d": blank(2, 3)}, kept_from=50) is not None
+    assert plan_anew(UNITS, {**others, "c": begun(0, 2, 5)}, stored_from=50) is None
+    assert plan_anew(UNITS, {"c": begun(0, 2, 5), "d": blank(2, 3)}, stored_from=50) is not None
 
 
 def test_a_later_run_begins_anew_from_the_disks() -> None:
     here = ready(0, 2, 5, 0)
-    found = plan_anew(UNITS, {"a": here, "b": blank(2, 3, 0), "c": blank(0, 3)}, kept_from=50)
+    found = plan_anew(UNITS, {"a": here, "b": blank(2, 3, 0), "c": blank(0, 3)}, stored_from=50)
     assert found is not None and found.step == 0 and found.restore == {"a", "b"} and found.sync == {"c"}
     assert not found.anew, "the swarm was founded with something else"
-    assert plan_anew(UNITS, {"a": here, "b": blank(2, 3)}, kept_from=50) is None, "unit 2 is on no disk"
+    assert plan_anew(UNITS, {"a": here, "b": blank(2, 3)}, stored_from=50) is None, "unit 2 is on no disk"
 
 
 def test_rolling_back_takes_the_newest_step_that_all_units_have() -> None:
@@ -129,7 +129,7 @@ def test_everybody_has_one_thing_to_do_and_is_able_to(held: dict[str, HoldingRep
     assert all(held[peer].ready and held[peer].step == found.step for peer in found.stay)
     assert all(held[peer].reduced and held[peer].step == found.step - 1 for peer in found.commit)
     assert found.stay or not found.commit
-    assert all(roll_back and found.step in held[peer].kept for peer in found.restore)
+    assert all(roll_back and found.step in held[peer].stored_steps for peer in found.restore)
     covered = {unit for peer in found.stay | found.commit | found.restore for unit in range(*held[peer].span)}
     assert set(found.missing) == set(range(UNITS)) - covered
 

@@ -254,9 +254,9 @@ def test_peers_that_are_kept_apart_meet_on_no_route_unless_there_is_no_other_one
     behind = {name: Replica(Span(2, 4)) for name in "cd"}
     workers, transfers = {**first, **behind}, Transfers()
     none_NN = np.zeros((4, 4))
-    assert transfers.keep_apart("a", "c") and not transfers.keep_apart("c", "a"), "before the links are known"
+    assert transfers.separate("a", "c") and not transfers.separate("c", "a"), "before the links are known"
     transfers.know("abcd", none_NN, none_NN)
-    assert transfers.keep_apart("a", "d")
+    assert transfers.separate("a", "d")
     for _ in range(2):
         transfers.know("bcd", none_NN[:3, :3], none_NN[:3, :3])
         transfers.know("abcd", none_NN, none_NN)  # it stays when a peer comes back

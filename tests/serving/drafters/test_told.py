@@ -68,7 +68,7 @@ def test_forced_tokens_go_ahead_without_a_budget_and_before_other_guesses() -> N
         return [guess.id for guess in lead.propose(100)]
 
     lead.know([9, 8, 9, 8])
-    lead.heard(3)
+    lead.record_token(3)
     lead.foresee(5, (1, 2, 3, 4, 5))
     assert proposed() == [], "the token before them is not known yet"
     lead.know([7])

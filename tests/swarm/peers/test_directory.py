@@ -211,7 +211,7 @@ async def test_of_a_large_swarm_a_sample_is_known_at_a_bounded_pace(world):
 async def test_in_a_large_swarm_too_all_holders_of_a_unit_can_be_found(world):
     population = await populate(world, 1000)
     reader = await world.join("reader", state=State.READY, span=(0, 8))
-    await reader.look_for(20)
+    await reader.read_holders(20)
     holders = {peer for peer, span in population.spans.items() if span[0] <= 20 < span[1]}
     assert holders <= set(reader.peers())
 
@@ -220,11 +220,11 @@ async def test_who_moves_says_so_where_it_was(world):
     await populate(world, 1000)
     mover = await world.join("mover", state=State.READY, span=(0, 8))
     watcher = await world.join("watcher", state=State.READY, span=(0, 8))
-    await watcher.look_for(3)
+    await watcher.read_holders(3)
     assert watcher.peers()["mover"].span == (0, 8)
     mover.announce(Place(span=(32, 40)))
     await settle()
-    await watcher.look_for(3)
+    await watcher.read_holders(3)
     assert watcher.peers()["mover"].span == (32, 40)
 
 

@@ -4,13 +4,13 @@ from swarmnode.net.interfaces import Record, key_digest
 from swarmnode.swarm.peers.record_validation import (
     NOTICE_LIFE_S,
     RENEW_S,
+    accept_notices,
     by_subkey,
     due,
     notice_keys,
     notice_rules,
     own_notices,
     record_validator,
-    take_in,
 )
 from swarmnode.swarm.records.membership import open_list
 from tests.swarm.society import ALICE, BOB, HOME, NOW, OWNER, SWARM, Ticket, listed, private
@@ -35,10 +35,10 @@ def table(membership, expires_at: float):
 
 def test_what_one_peer_knows_another_learns_from_the_table():
     learner = private()
-    assert take_in(learner, table(filled(), NOW + NOTICE_LIFE_S), NOW)
+    assert accept_notices(learner, table(filled(), NOW + NOTICE_LIFE_S), NOW)
     assert not learner.stands(BOB, NOW) and learner.revocations.number == 1
     assert [use.member.peer for use in learner.uses] == [ALICE]
-    assert not take_in(learner, table(filled(), NOW + NOTICE_LIFE_S), NOW), "nothing new"
+    assert not accept_notices(learner, table(filled(), NOW + NOTICE_LIFE_S), NOW), "nothing new"
 
 
 def test_missing_old_and_ending_notices_are_due():

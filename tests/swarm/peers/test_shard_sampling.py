@@ -38,7 +38,7 @@ class Reader:
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
-            self.read(self.sampling.next_look(self.span))
+            self.read(self.sampling.next_shards(self.span))
 
 
 @pytest.mark.parametrize("peers", [0, 1, 40, 64, 65, 120, 180, 250])
@@ -174,7 +174,7 @@ def test_in_a_large_swarm_some_reads_are_thorough():
     reader = Reader(Population.draw(3000, 40))
     thorough = []
     for _ in range(64):
-        look = reader.sampling.next_look(reader.span)
+        look = reader.sampling.next_shards(reader.span)
         thorough.append(reader.sampling.enough((), 0.0, calm=False) is None)
         reader.read(look)
     assert thorough[4:].count(True) == 4

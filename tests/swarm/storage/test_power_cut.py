@@ -16,7 +16,7 @@ from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_files
 from swarmnode.swarm.storage.owner_files import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.remembered import KnownPeer, KnownPeers
-from swarmnode.swarm.storage.small_files import write_kept
+from swarmnode.swarm.storage.small_files import write_stored
 from swarmnode.swarm.storage.state_store import FILES, RUN_FILE, StateStore, stored_runs
 from tests.swarm.storage.test_states import make_run
 
@@ -84,7 +84,7 @@ def test_a_torn_chunk_is_fetched_again(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     cache = ChunkFolder(folder)
-    cache.keep_hashes(file, chunk_hashes(source))
+    cache.store_hashes(file, chunk_hashes(source))
     cache.write(file, 0, BLOCK)
     assert len(BLOCK) < CHUNK_BYTES and cache.missing(file, [0]) == []
     for name in (file.name, f".{file.name}.have", f".{file.name}.hashes"):
@@ -117,7 +117,7 @@ def test_a_torn_guestbook_is_no_shorter_guestbook(tmp_path: Path) -> None:
 
 def test_torn_helps_are_none(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
-    write_kept(path, {"peer": KnownPeer(1.0, ("/ip4/127.0.0.1/tcp/1",))})
+    write_stored(path, {"peer": KnownPeer(1.0, ("/ip4/127.0.0.1/tcp/1",))})
     assert KnownPeers(path).addresses()
     for data in torn(path.read_bytes()):
         path.write_bytes(data)

@@ -35,8 +35,8 @@ def kept(path: Path) -> set[int]:
 def test_the_later_receipt_of_a_batch_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     for served in (100, 250):
-        folder.keep(*receipt(served=served))
-    folder.keep(*receipt(clients[1], served=7))
+        folder.store(*receipt(served=served))
+    folder.store(*receipt(clients[1], served=7))
     assert kept(tmp_path) == {250, 7}
     assert len(list(tmp_path.rglob("*.receipt"))) == 2
 
@@ -57,7 +57,7 @@ def test_what_is_not_for_this_folder(tmp_path: Path, changes: dict[str, object])
 
 
 def test_strange_files_count_for_nothing(tmp_path: Path) -> None:
-    opened(tmp_path).keep(*receipt())
+    opened(tmp_path).store(*receipt())
     own = tmp_path / worker.peer_id
     (own / "empty.receipt").write_bytes(b"")
     (own / "long.receipt").write_bytes(bytes(1 << 20))
@@ -68,14 +68,14 @@ def test_strange_files_count_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_torn_receipt_is_none(tmp_path: Path) -> None:
-    opened(tmp_path).keep(*receipt())
+    opened(tmp_path).store(*receipt())
     (path,) = tmp_path.rglob("*.receipt")
     whole = path.read_bytes()
     for end in range(len(whole)):
         for torn in (whole[:end], whole[:end] + bytes(len(whole) - end)):
             path.write_bytes(torn)
             assert kept(tmp_path) == set() or torn == whole
-    opened(tmp_path).keep(*receipt(served=101))
+    opened(tmp_path).store(*receipt(served=101))
     assert kept(tmp_path) == {101}
 
 
@@ -83,11 +83,11 @@ def test_the_folder_is_bounded_in_all_and_by_client(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(receipt_folder, "STORED_PER_CLIENT", 3)
     monkeypatch.setattr(receipt_folder, "STORED_RECEIPTS", 4)
     folder = opened(tmp_path)
-    folder.keep(*receipt(clients[1], served=50))
+    folder.store(*receipt(clients[1], served=50))
     for batch in range(9):
-        folder.keep(*receipt(clients[0], since=NOW - 100 + batch, served=1000 + batch))
+        folder.store(*receipt(clients[0], since=NOW - 100 + batch, served=1000 + batch))
     assert kept(tmp_path) == {50, 1006, 1007, 1008}, "who signs for ever new batches pushes out its own"
-    folder.keep(*receipt(clients[2], served=60))
+    folder.store(*receipt(clients[2], served=60))
     assert kept(tmp_path) == {60, 1006, 1007, 1008}, "where it is full, what says least goes"
     assert len(list(tmp_path.rglob("*.receipt"))) == 4
 
@@ -95,18 +95,18 @@ def test_the_folder_is_bounded_in_all_and_by_client(tmp_path: Path, monkeypatch:
 def test_receipts_are_forgotten_in_time(tmp_path: Path) -> None:
     now = float(NOW)
     folder = opened(tmp_path, lambda: now)
-    folder.keep(*receipt())
+    folder.store(*receipt())
     now += LIFE_S + 1
     assert folder.receipts == []
-    folder.keep(*receipt(clients[1], since=int(now), until=int(now)))
+    folder.store(*receipt(clients[1], since=int(now), until=int(now)))
     assert len(list(tmp_path.rglob("*.receipt"))) == 1, "its file, too"
 
 
 def test_a_disk_that_takes_nothing_changes_nothing(tmp_path: Path) -> None:
     folder = opened(tmp_path)
-    folder.keep(*receipt())
+    folder.store(*receipt())
     (tmp_path / worker.peer_id).rename(tmp_path / "away")
     (tmp_path / worker.peer_id).write_bytes(b"")
     with pytest.raises(LocalError):
-        folder.keep(*receipt(served=101))
+        folder.store(*receipt(served=101))
     assert [one.served for one in folder.receipts] == [100]

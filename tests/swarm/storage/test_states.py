@@ -181,7 +181,7 @@ def test_what_was_fetched_becomes_a_step(home: Home) -> None:
     size_and_root = describe_files([source])[0]
     file = FileContent("unit-0001-v1", size_and_root.size, size_and_root.root)
     incoming.write(file, 0, content(10, 1))
-    home.reopen().take_in(10, {1: file})
+    home.reopen().complete(10, {1: file})
     store = home.reopen()
     assert store.steps() == {10: (0, 1)} and store.path(10, 1).read_bytes() == content(10, 1)
     assert store.begun() == [] and home.folders() == ["step-00000010"]

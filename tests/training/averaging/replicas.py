@@ -105,7 +105,7 @@ class Replica:
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
         if isinstance(body, Pull):
-            self.all_reducer.hear(channel, body)
+            self.all_reducer.receive(channel, body)
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 

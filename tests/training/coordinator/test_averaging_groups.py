@@ -66,7 +66,7 @@ def near(one: str, other: str) -> float:
 
 def told(groups: AveragingGroups, names: str = NAMES, bps: Callable[[str, str], float] = near) -> None:
     for name in names:
-        groups.hear(name, [PathRate(other, bps(other, name)) for other in NAMES if other != name])
+        groups.record_rates(name, [PathRate(other, bps(other, name)) for other in NAMES if other != name])
 
 
 def clusters(groups: AveragingGroups, of: Run | None = None, who: str = NAMES) -> dict[str, int]:

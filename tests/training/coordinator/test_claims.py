@@ -18,7 +18,7 @@ from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.view import Span
 from swarmnode.training.coordinator.averaging_groups import WarmStarts
 from swarmnode.training.coordinator.step_loop import MOST_CLAIMS, StepLoop
-from swarmnode.training.coordinator.timeouts import Strikes
+from swarmnode.training.coordinator.timeouts import PeerFailures
 from tests.peer.training_swarm import Volunteer, toy_batches, toy_run, until
 from tests.training.test_hangs import STEPS, Scenario, in_scenario
 
@@ -95,20 +95,20 @@ class Replicas:
     def dismiss(self, peer: str, _reason: str) -> None:
         self.dismissed.append(peer)
 
-    def keep_apart(self, one: str, other: str) -> None:
+    def separate(self, one: str, other: str) -> None:
         self.apart.append({one, other})
 
-    def strike(self, _peer: str, *, is_trainer: bool) -> None:
+    def record_failure(self, _peer: str, *, is_trainer: bool) -> None:
         """Nothing rests: each claim is the next microbatch's."""
 
     def begin(self, _run: object, _ledger: object) -> None:
         """Nothing is leased by itself."""
 
 
-def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, Strikes, StepLoop]:
+def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, PeerFailures, StepLoop]:
     """The stage at the place `claimant` of each route says that its own layer met NaN, until the run stops."""
-    replicas, strikes = Replicas(), Strikes(lambda: 0.0)
-    office = SimpleNamespace(units=3, strikes=strikes, clock=lambda: 0.0)
+    replicas, failures = Replicas(), PeerFailures(lambda: 0.0)
+    office = SimpleNamespace(units=3, failures=failures, clock=lambda: 0.0)
     groups = SimpleNamespace(warm_starts=WarmStarts())
     shared: Any = (office, replicas, replicas, (), groups, lambda: False)
     loop = StepLoop(toy_run(toy_batches(), 3), 0, *shared)
@@ -116,10 +116,10 @@ def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, Strikes, S
         stages = tuple((peer, Span(unit, unit + 1)) for unit, peer in enumerate(route))
         loop._ledger.grant(OutstandingLease(lease, 0, stages, "trainer"))
         member: Any = SimpleNamespace(peer=route[claimant], span=Span(claimant, claimant + 1))
-        loop.hear(member, Failed(lease, "", ErrorCode.NOT_FINITE, claimant, loop.run.id))
+        loop.receive(member, Failed(lease, "", ErrorCode.NOT_FINITE, claimant, loop.run.id))
         if loop.has_come(Event.FAILED):
             break
-    return replicas, strikes, loop
+    return replicas, failures, loop
 
 
 @pytest.mark.parametrize("claimant", [0, 1, 2])
@@ -127,13 +127,13 @@ def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, Strikes, S
 def test_a_stage_on_all_claimed_routes_is_dismissed_and_then_banned(liar: str, claimant: int) -> None:
     others = [("aA", "bB", "cC")[place] for place in range(3)]
     mixed = ["".join(route) for route in product(*others) if liar in route]
-    replicas, strikes, loop = overflow(3 * mixed, claimant)
-    assert strikes.banned == (liar,) and set(replicas.dismissed[-6:]) == {liar}
+    replicas, failures, loop = overflow(3 * mixed, claimant)
+    assert failures.banned == (liar,) and set(replicas.dismissed[-6:]) == {liar}
     assert not loop.has_come(Event.FAILED)
     assert all(mixed[0][claimant] in pair for pair in replicas.apart[:1])
 
 
 def test_suspects_that_are_never_apart_take_turns_until_the_run_stops() -> None:
-    replicas, strikes, loop = overflow(1000 * ["abc"], 1)
+    replicas, failures, loop = overflow(1000 * ["abc"], 1)
     assert loop.has_come(Event.FAILED) and len(replicas.dismissed) < MOST_CLAIMS
-    assert set(replicas.dismissed) == {"a", "b", "c"} and not strikes.banned
+    assert set(replicas.dismissed) == {"a", "b", "c"} and not failures.banned

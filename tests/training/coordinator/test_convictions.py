@@ -16,7 +16,7 @@ def convicted(suspects: dict[PeerId, PeerId], *, listeners: str = "") -> PeerId 
     members = tuple(MemberSpec(peer, int(peer not in listeners)) for peer in suspects)
     attempt = AllReduceAttempt(3, 1, [Group(0, (0,), members)], suspects)
     for peer, suspect in suspects.items():
-        assert attempt.hear(peer, Reduced(3, 1, (1.0,), RUN, suspect))
+        assert attempt.accept(peer, Reduced(3, 1, (1.0,), RUN, suspect))
     assert attempt.over and not attempt.failed
     return attempt.convicted
 

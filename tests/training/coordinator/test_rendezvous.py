@@ -27,7 +27,7 @@ def member(
     """A stage that has said so much."""
     found = WorkerHandle(peer, cast("Any", None), lambda: 0.0)
     raw = b"" if run is None else encode_run(run)
-    found.hear(Status(1, condition, start, end, raw, step, (), tuple(kept), founded=founded))
+    found.receive(Status(1, condition, start, end, raw, step, (), tuple(kept), founded=founded))
     return found
 
 

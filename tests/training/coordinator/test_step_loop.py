@@ -52,7 +52,7 @@ def stages() -> Stages:
 
 @pytest.fixture
 def loop(stages: Stages) -> StepLoop:
-    office = SimpleNamespace(units=1, strikes=SimpleNamespace(rests=lambda _peer: False), clock=lambda: 0.0)
+    office = SimpleNamespace(units=1, failures=SimpleNamespace(rests=lambda _peer: False), clock=lambda: 0.0)
     groups = SimpleNamespace(warm_starts=WarmStarts(), expected_s=lambda *_: 0.0)
     shared: Any = (office, stages, stages, None, groups, lambda: False)
     return StepLoop(toy_run(toy_batches(), 3), 0, *shared)

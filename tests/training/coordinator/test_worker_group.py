@@ -14,7 +14,7 @@ from swarmnode.codec.training_messages import Condition, Discard, Status
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
-from swarmnode.training.coordinator.timeouts import Strikes
+from swarmnode.training.coordinator.timeouts import PeerFailures
 from swarmnode.training.coordinator.worker_group import Loopback, WorkerGroup, WorkerHandle, WorkerState
 
 
@@ -34,9 +34,9 @@ class Stages:
         self.lost: list[PeerId] = []
         self.lines: dict[PeerId, Loopback] = {}
         self.now_s = 0.0
-        self.strikes = Strikes(lambda: self.now_s)
+        self.strikes = PeerFailures(lambda: self.now_s)
         self.worker_group = WorkerGroup(
-            self.dial, self.strikes, clock=lambda: self.now_s, joined=self._join, heard=self._hear, lost=self._lose
+            self.dial, self.strikes, clock=lambda: self.now_s, joined=self._join, received=self._hear, lost=self._lose
         )
 
     async def dial(self, peer: PeerId, on_frame: Callable[..., None], on_lost: Callable[..., None]) -> Any:
@@ -101,7 +101,7 @@ async def test_all_have_answered_when_the_last_has(stages: Stages) -> None:
     await stages.enlist("a", "b")
     for peer, member in stages.worker_group.members.items():
         assert not stages.worker_group.all_answered, peer
-        member.hear(Status(1, Condition.BLANK, 0, 1, b"", 0, (), ()))
+        member.receive(Status(1, Condition.BLANK, 0, 1, b"", 0, (), ()))
     assert stages.worker_group.all_answered
 
 

@@ -35,7 +35,7 @@ def test_a_choice_is_told_when_it_changes() -> None:
     compressor = ActivationCompressor("auto", TRAINING_CODECS)
     told: list[tuple[str, str, Choice]] = []
     compressor.on_choice = lambda *choice: told.append(choice)
-    compressor.hear(0.05, 0.0)
+    compressor.begin_step(0.05, 0.0)
     assert codecs(compressor, None) == [Codec.NONE, Codec.NONE]
     for _ in range(HURRY + 3):
         last = codecs(compressor, 1e6)
@@ -48,7 +48,7 @@ def test_directions_share_the_uplink() -> None:
     """What one direction could afford alone, two cannot."""
     alone, shared = ActivationCompressor("auto", TRAINING_CODECS), ActivationCompressor("auto", TRAINING_CODECS)
     for compressor in (alone, shared):
-        compressor.hear(0.06, 0.0)
+        compressor.begin_step(0.06, 0.0)
     for _ in range(HURRY + 3):
         one = codecs(alone, 12e6)
         shared.encode(VALUES, "alice", BACKWARD, 12e6)
@@ -83,7 +83,7 @@ def test_the_slowest_link_of_all_counts_once_it_is_told() -> None:
     codecs(compressor, 1e6)
     own_s = compressor.slowest_link_s
     assert own_s == pytest.approx(VALUES[0].nbytes * 8 / 1e6 + VALUES[1].nbytes * 8 / 1e6)
-    compressor.hear(0.1, 10 * own_s)
+    compressor.begin_step(0.1, 10 * own_s)
     infos, _ = compressor.encode(VALUES, "bob", FORWARD, 1e6)
     assert infos[0].param == round(VALUES[0].numel() / 10)
 
@@ -93,9 +93,9 @@ def test_what_comes_in_is_measured_too_and_who_is_gone_forgotten() -> None:
     compressor.arrived((TensorInfo(Codec.TOPK, DType.FLOAT32, (1000,), 10),), "bob", FORWARD, 1e6)
     compressor.arrived((TensorInfo(Codec.NONE, DType.FLOAT32, (1000,)),), "alice", FORWARD, None)
     assert compressor.slowest_link_s == pytest.approx(0.032), "as they would have come uncompressed"
-    compressor.hear(0.1, 0.0)
+    compressor.begin_step(0.1, 0.0)
     assert compressor.slowest_link_s > 0, "of the step that ended"
-    compressor.hear(0.1, 0.0)
+    compressor.begin_step(0.1, 0.0)
     assert compressor.slowest_link_s == 0
 
 
@@ -113,6 +113,6 @@ def test_the_run_has_the_first_word_within_what_the_swarm_allows() -> None:
 
 def test_only_the_slowest_link() -> None:
     compressor = ActivationCompressor("slowest", TRAINING_CODECS)
-    compressor.hear(0.1, VALUES[0].nbytes * 8 / 1e6)
+    compressor.begin_step(0.1, VALUES[0].nbytes * 8 / 1e6)
     assert codecs(compressor, 1e6) == [Codec.TOPK, Codec.NONE]
     assert codecs(compressor, 2e6, "twice as fast") == [Codec.NONE, Codec.NONE]

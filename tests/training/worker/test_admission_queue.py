@@ -51,13 +51,13 @@ def test_the_same_lease_is_taken_once_per_hop() -> None:
     admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     microbatch = begun(admission_queue, arrival(1))
     admission_queue.wait(arrival(4))
-    assert not admission_queue.takes(arrival(1)) and not admission_queue.takes(arrival(4))
-    assert admission_queue.takes(arrival(1, hop=1)) and admission_queue.takes(arrival(2))
+    assert not admission_queue.reserve(arrival(1)) and not admission_queue.reserve(arrival(4))
+    assert admission_queue.reserve(arrival(1, hop=1)) and admission_queue.reserve(arrival(2))
     admission_queue.ended(microbatch)
     admission_queue.ended(microbatch)
-    assert not admission_queue.takes(arrival(1))
+    assert not admission_queue.reserve(arrival(1))
     admission_queue.next_step(1)
-    assert admission_queue.takes(arrival(1)), "a lease says of which step it is"
+    assert admission_queue.reserve(arrival(1)), "a lease says of which step it is"
 
 
 def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +66,9 @@ def test_senders_are_not_trusted_to_keep_within_what_fits(monkeypatch: pytest.Mo
     admission_queue = AdmissionQueue(one_part(ToySegment(0, 2), cast("Any", None)))
     begun(admission_queue, arrival(1, size_bytes=40))
     admission_queue.wait(arrival(2, size_bytes=40))
-    assert admission_queue.takes(arrival(3, size_bytes=20)) and not admission_queue.takes(arrival(3, size_bytes=21))
+    assert admission_queue.reserve(arrival(3, size_bytes=20)) and not admission_queue.reserve(arrival(3, size_bytes=21))
     begun(admission_queue, arrival(3, size_bytes=0))
-    assert not admission_queue.takes(arrival(4, size_bytes=0)), "three are there"
+    assert not admission_queue.reserve(arrival(4, size_bytes=0)), "three are there"
 
 
 def test_a_lease_that_is_called_back_ends_and_is_late_until_the_step_is_over() -> None:

@@ -142,11 +142,11 @@ async def test_only_so_many_wait() -> None:
     assert queue.put(labels_of(1, step=1), b"12") is None, "one microbatch is always let in"
     assert queue.put(labels_of(2, step=1), b"34") == ErrorCode.BUSY, "no room in the ledger"
     queue.next_step(1)
-    assert (await queue.take(1, 0.0)).payload == b"12" and ledger.used_bytes == 0
+    assert (await queue.labels_of(1, 0.0)).payload == b"12" and ledger.used_bytes == 0
 
 
 async def test_half_of_a_short_lease_is_waited() -> None:
     queue = LabelQueue(MemoryLedger())
     with pytest.raises(PeerRefused, match="sent no labels"):
-        await queue.take(1, 0.02)
+        await queue.labels_of(1, 0.02)
     assert repr(queue) == NONE

@@ -21,14 +21,14 @@ def listening(steps: int, *, room: int | None = None) -> tuple[MissedSteps, Memo
     ledger = MemoryLedger(None if room is None else room * SIZE_BYTES)
     missed = MissedSteps(ledger)
     for step in range(10, 10 + steps):
-        missed.keep(step, agreed(), 1.0)
+        missed.store_step(step, agreed(), 1.0)
     return missed, ledger
 
 
 def taken(missed: MissedSteps, step: int) -> list[int]:
     """As a listener makes up for them."""
     steps = []
-    while (found := missed.take(step)) is not None:
+    while (found := missed.pop_step(step)) is not None:
         found.memory.release()
         steps.append(found.step)
         step += 1
@@ -48,14 +48,14 @@ def test_they_are_few_and_the_oldest_go(room: int | None, kept: int) -> None:
     missed, ledger = listening(100, room=room)
     assert len(missed) == kept and ledger.used_bytes == kept * SIZE_BYTES
     with pytest.raises(LocalError, match="a later state"):
-        missed.take(10)
+        missed.pop_step(10)
     assert taken(missed, 110 - kept) == list(range(110 - kept, 110))
 
 
 def test_one_for_which_there_is_no_room_at_all_is_not_passed_over() -> None:
     missed, _ = listening(1, room=0)
     with pytest.raises(LocalError):
-        missed.take(10)
+        missed.pop_step(10)
     assert taken(missed, 11) == []
 
 

@@ -127,9 +127,9 @@ def test_what_was_timed_takes_the_place_of_the_estimate_and_corrects_the_next() 
     assert time.unit_s == 0.0
     time.begin(2.0)
     assert time.unit_s == time.expected_s == 2.0
-    time.note(2, 2.0)
+    time.record(2, 2.0)
     assert time.unit_s == 2.0, "a pass there says nothing of the one back"
-    time.note(2, 4.0)
+    time.record(2, 4.0)
     assert time.timed_s == time.unit_s == pytest.approx(3.0) and time.correction == pytest.approx(1.5)
     time.begin(10.0)  # a run of larger microbatches
     assert time.timed_s == 0.0 and time.unit_s == time.expected_s == pytest.approx(15.0)
@@ -140,11 +140,11 @@ def test_what_was_timed_takes_the_place_of_the_estimate_and_corrects_the_next() 
 def test_the_first_passes_count_alike_and_later_ones_soon_decide() -> None:
     time = UnitTime()
     for _ in range(4):
-        time.note(1, 1.0)
-        time.note(1, 2.0)
+        time.record(1, 1.0)
+        time.record(1, 2.0)
     assert time.unit_s == pytest.approx(3.0)
     for _ in range(40):
-        time.note(1, 4.0)
+        time.record(1, 4.0)
     assert time.unit_s == pytest.approx(8.0, rel=0.02)
     assert time.expected_s == 0.0 and time.correction == 1.0
 
@@ -153,7 +153,7 @@ def test_the_first_passes_count_alike_and_later_ones_soon_decide() -> None:
 def test_no_estimate_corrects_nothing(estimated_s: float) -> None:
     time = UnitTime()
     time.begin(0.0)
-    time.note(1, 1.0)
-    time.note(1, 1.0)
+    time.record(1, 1.0)
+    time.record(1, 1.0)
     time.begin(estimated_s)
     assert time.expected_s == estimated_s

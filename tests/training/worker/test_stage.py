@@ -281,7 +281,7 @@ async def test_a_speed_is_told_once_when_it_is_another(scene: Scene) -> None:
     part.unit_time.begin(1.0)
     assert has_new_speed(state) and not has_new_speed(state), "an estimate"
     for _ in range(2):
-        part.unit_time.note(1, 0.55)
+        part.unit_time.record(1, 0.55)
     assert not has_new_speed(state), "about as told"
     part.unit_time.begin(9.0)
     assert has_new_speed(state) and not has_new_speed(state)

@@ -54,11 +54,11 @@ CALLS_KEPT = 4096  # of all graphs, some 2 KiB each; a large model has some hund
 
 @dataclass(frozen=True)
 class NodeEstimate:
-    """Cost of one node. `kept` are the bytes of values that its backward pass needs, by the identity of their memory."""
+    """Cost of one node. `saved_bytes` are the bytes of values that its backward pass needs, by the identity of their memory."""
 
     forward: ComputeWork
     backward: ComputeWork
-    kept: dict[Any, int]
+    saved_bytes: dict[Any, int]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def estimate_units(graph: Graph, batch: int | None = None) -> list[UnitEstimate]
         own = [nodes[node.name] for node in unit.nodes]
         kept: dict[Any, int] = {}
         for node in own:
-            kept.update(node.kept)
+            kept.update(node.saved_bytes)
         estimates.append(
             UnitEstimate(
                 forward=total(node.forward for node in own),
@@ -157,7 +157,7 @@ class _Estimator:
             if memory is not None:
                 ref = Ref(node.name, item if len(cost.outputs) > 1 else None)
                 self.storages[ref] = named.setdefault(memory, ref)
-        kept = {named.get(memory, (node.name, memory)): size for memory, size in cost.kept.items()}
+        kept = {named.get(memory, (node.name, memory)): size for memory, size in cost.saved_bytes.items()}
         kept = {key: size for key, size in kept.items() if key not in self.weights}
         # Gradients are added to existing ones: to a weight's accumulator, or to another user's of the same value.
         again = [ref for ref in refs if ref.name in self.trained and ref in self.seen | self.weights]
@@ -203,14 +203,14 @@ class _Call(msgspec.Struct, frozen=True):
 class _CallEstimate:
     """Cost of a call. Memories are numbered, those of the inputs first.
 
-    `outputs` holds the memory of each result, None for a result that is no tensor. `kept` holds the bytes that the backward pass
-    needs in each memory.
+    `outputs` holds the memory of each result, None for a result that is no tensor. `saved_bytes` holds the bytes that the
+    backward pass needs in each memory.
     """
 
     forward: ComputeWork
     backward: ComputeWork
     outputs: tuple[int | None, ...]
-    kept: dict[int, int]
+    saved_bytes: dict[int, int]
 
 
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
@@ -235,7 +235,7 @@ def _estimate_call(encoded: bytes) -> _CallEstimate:
     def memory(tensor: Tensor) -> int:
         return memories.setdefault(storage_of(tensor), len(memories))
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record_saved(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
@@ -250,7 +250,7 @@ def _estimate_call(encoded: bytes) -> _CallEstimate:
             tensor = torch.empty(one.sizes, dtype=torch_constant(one.dtype))
             inputs.append(tensor.requires_grad_(one.trained and tensor.is_floating_point()))
             memory(tensor)
-        with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
+        with WorkCounter() as forward, saved_tensors_hooks(record_saved, lambda tensor: tensor):
             kwargs = {key: argument(value) for key, value in call.kwargs.items()}
             function = _AS_COSTLY.get(call.operator) or resolve(call.operator)
             output = function(*map(argument, call.args), **kwargs)
@@ -346,7 +346,7 @@ class _Watch:
         self.counter = WorkCounter()
         self.forward: list[ComputeWork] = []  # work up to the begin of unit k, for k > 0, and up to the end
         self.backward: dict[int, ComputeWork] = {}  # work up to where the gradient leaves unit k
-        self.kept: list[dict[Any, int]] = [{}]  # bytes by storage, by unit
+        self.saved_bytes: list[dict[Any, int]] = [{}]  # bytes by storage, by unit
         self.hidden_bytes = 0
 
     def run(self) -> list[UnitEstimate]:
@@ -365,7 +365,10 @@ class _Watch:
             layer.register_forward_hook(leaving)
             ids_BT = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
             held = {storage_of(parameter) for parameter in model.parameters()}
-            with self.counter, saved_tensors_hooks(lambda tensor: self._keep(tensor, held), lambda tensor: tensor):
+            with (
+                self.counter,
+                saved_tensors_hooks(lambda tensor: self._record_saved(tensor, held), lambda tensor: tensor),
+            ):
                 loss = next_token_loss(model(input_ids=ids_BT, use_cache=False).logits, ids_BT)
                 self.forward.append(self.counter.work)
                 loss.backward()
@@ -373,17 +376,17 @@ class _Watch:
 
     def _cross(self, unit: int, hidden_BTH: Tensor) -> None:
         self.forward.append(self.counter.work)
-        self.kept.append({})
+        self.saved_bytes.append({})
         self.hidden_bytes = bytes_of(hidden_BTH)
 
-        def note(_: Tensor) -> None:
+        def record(_: Tensor) -> None:
             self.backward[unit] = self.counter.work
 
-        hidden_BTH.register_hook(note)
+        hidden_BTH.register_hook(record)
 
-    def _keep(self, tensor: Tensor, held: set[Any]) -> Tensor:
+    def _record_saved(self, tensor: Tensor, held: set[Any]) -> Tensor:
         if storage_of(tensor) not in held:
-            self.kept[-1][storage_of(tensor)] = bytes_of(tensor)
+            self.saved_bytes[-1][storage_of(tensor)] = bytes_of(tensor)
         return tensor
 
     def _collect(self, model: Any, ids_bytes: int) -> list[UnitEstimate]:
@@ -398,7 +401,7 @@ class _Watch:
             UnitEstimate(
                 forward=begins[unit + 1] - begins[unit],
                 backward=ends[unit] - ends[unit + 1],
-                activation_bytes=sum(self.kept[unit].values()),
+                activation_bytes=sum(self.saved_bytes[unit].values()),
                 parameter_bytes=parameter_bytes[unit],
                 boundary_bytes=self.hidden_bytes if unit else ids_bytes,
             )

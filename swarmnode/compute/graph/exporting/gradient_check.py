@@ -211,7 +211,7 @@ class _Check:
                     f"{' '.join(str(error).split())}; correct the module or the batch"
                 ) from error
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
-            found = _gradients(traced, scale, held)
+            traced_gradients = _gradients(traced, scale, held)
         if not loss.isfinite():
             return own  # the nudge may leave the range that the module is made for
         if abs(traced.item() - loss.item()) > LOSS * max(1.0, abs(loss.item())):
@@ -223,7 +223,7 @@ class _Check:
         largest = max((float(gradient.norm()) for gradient in own.values()), default=0.0)
         for name, parameter in self.parameters.items():
             nothing = torch.zeros_like(parameter)
-            wanted, given = own.get(name, nothing), found.get(name, nothing)
+            wanted, given = own.get(name, nothing), traced_gradients.get(name, nothing)
             if not (wanted - given).norm() <= OWN * wanted.norm() + LARGEST * largest:
                 raise UsageError(
                     f"{self.name} cannot be trained as a graph: the gradient of {name} is not the module's own, "

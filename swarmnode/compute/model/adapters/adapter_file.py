@@ -383,11 +383,11 @@ class AdapterFile:
             self._check_vocabulary(module, self.tensors[name].shape, model)
         for module, layer in self.layers_of(family, start, end).items():
             try:
-                found = model.get_submodule(module)
+                submodule = model.get_submodule(module)
             except AttributeError:
                 raise self._of_another(f"the model has no layer {module[:100]}") from None
             if isinstance(layer, LoraEntry):
-                sizes = features_of(found)
+                sizes = features_of(submodule)
                 if sizes is None:
                     raise self._of_another(f"{module[:100]} is not a linear layer of the model")
                 if sizes != (layer.inputs, layer.outputs):
@@ -395,7 +395,7 @@ class AdapterFile:
                         f"{module[:100]} maps {sizes[0]} values to {sizes[1]} in the model, "
                         f"and {layer.inputs} to {layer.outputs} in the adapter"
                     )
-            elif shapes_of(found) != layer.shapes:
+            elif shapes_of(submodule) != layer.shapes:
                 self._check_vocabulary(module, layer.shapes.get("weight", ()), model)
                 raise self._of_another(
                     f"{module[:100]} is no layer of the model that can be replaced, or has parameters of other shapes"
@@ -404,7 +404,7 @@ class AdapterFile:
     def base_tensors(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return the tensors of the model itself that the file has, and their names in the model's checkpoint. A tied head is its
         embedding there. Empty for most adapters. Raises CheckpointError if the checkpoint has no such tensor."""
-        family, found = checkpoint.family, {}
+        family, own_names = checkpoint.family, {}
         for name, module in self.base_layers.items():
             part = name.rpartition(".")[2]
             wanted = [f"{module}.{part}"]
@@ -414,8 +414,8 @@ class AdapterFile:
             fits = (own for one in wanted for own in checkpoint.entries if f".{one}".endswith(f".{own}"))
             if (own := next(fits, None)) is None:
                 raise self._wrong(f"the model has no tensor {name[:100]} of its own")
-            found[name] = own
-        return found
+            own_names[name] = own
+        return own_names
 
     def check_base_layers(self, checkpoint: Checkpoint) -> None:
         """Check that tensors of the model itself equal the checkpoint's, whose files must hold them; the adapter is then served

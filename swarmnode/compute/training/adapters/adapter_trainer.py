@@ -30,7 +30,7 @@ from swarmnode.compute.training.adapters.layers import (
     AdapterWeights,
     TrainedDora,
 )
-from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
+from swarmnode.compute.training.lm import NullCache, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
 from swarmnode.errors import NotFinite, ProtocolError
 from swarmnode.ledger import Account, Full, Reservation
@@ -38,28 +38,28 @@ from swarmnode.ledger import Account, Full, Reservation
 SHORT, LONG = 8, 24  # tokens of the measured passes
 
 
-class KeptStorage:
-    """Storages that autograd keeps while `watching` is entered, each once, without those of `known` tensors (weights)."""
+class SavedStorage:
+    """Storages that autograd keeps while `watching` is entered, each once, without those of `excluded` tensors (weights)."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._kept: dict[int, tuple[int, Tensor]] = {}
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._saved: dict[int, tuple[int, Tensor]] = {}
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all kept storages."""
-        return sum(size for size, _ in self._kept.values())
+        return sum(size for size, _ in self._saved.values())
 
-    def note(self, tensor: Tensor) -> Tensor:
+    def record(self, tensor: Tensor) -> Tensor:
         """Count the storage of `tensor`, and return it. It stays alive, so that no other takes its address."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._kept[storage.data_ptr()] = storage.nbytes(), tensor
+        if storage.data_ptr() not in self._excluded:
+            self._saved[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context that counts each tensor that autograd saves."""
-        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self.record, lambda tensor: tensor)
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class ActivationSize:
     square: float
 
     @classmethod
-    def measured(cls, kept_bytes: Callable[[int], ByPiece[int]], prompt_tokens: int = 0) -> ByPiece[ActivationSize]:
-        """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps.
+    def measured(cls, saved_bytes: Callable[[int], ByPiece[int]], prompt_tokens: int = 0) -> ByPiece[ActivationSize]:
+        """Return the size that fits `saved_bytes`, which runs a row of some positions and returns the bytes that it keeps.
 
         A row begins with the `prompt_tokens` of a soft prompt.
         """
         short, long = SHORT + prompt_tokens, LONG + prompt_tokens
-        short_bytes = (yield from kept_bytes(short)) / short
-        long_bytes = (yield from kept_bytes(long)) / long
+        short_bytes = (yield from saved_bytes(short)) / short
+        long_bytes = (yield from saved_bytes(long)) / long
         square = max(0.0, (long_bytes - short_bytes) / (long - short))
         return cls(max(short_bytes, long_bytes) - square * short, square)
 
@@ -154,7 +154,7 @@ class AdapterTrainer:
         span.adapters.add(name, self._changes)
         self._working = self._ledger.count(Account.ACTIVATIONS)
         self._loss_positions = max(1, MOST_LOGITS // span.vocab_size)
-        self._cache = NothingKept(span.config)
+        self._cache = NullCache(span.config)
         self._passes: dict[int, _Pass] = {}
         head = span.family.units - 1
         first, last = span.start, min(span.end, head)
@@ -216,15 +216,15 @@ class AdapterTrainer:
         tokens = self._check_inputs(number, inputs, positions_BS)
         rows, length = inputs.shape[0], tokens[1] + self.recipe.prompt_positions
         saved_bytes = 0 if evaluates else (yield from self.activation_bytes_by_piece(rows, length))
-        one = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
+        current = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
         try:
             leaving = []
             for group in self._groups(rows, length):
                 x = inputs[group].to(self.span.device)
                 x = x.to(self.span.dtype) if x.is_floating_point() else x  # the sender may compute in another one
-                one.pieces.append([])
+                current.pieces.append([])
                 for start, end in pairwise(self._cuts):
-                    x = self._run(one, start, end, x, None if positions_BS is None else positions_BS[group])
+                    x = self._run(current, start, end, x, None if positions_BS is None else positions_BS[group])
                     yield
                 if not is_finite([x]):
                     raise NotFinite(
@@ -232,11 +232,11 @@ class AdapterTrainer:
                         unit=self.span.start,
                     )
                 leaving.append(x)
-            one.leaving_BTH = torch.cat(leaving) if len(leaving) > 1 else leaving[0]
+            current.leaving_BTH = torch.cat(leaving) if len(leaving) > 1 else leaving[0]
         except BaseException:
             self.forget(number)
             raise
-        return one.leaving_BTH
+        return current.leaving_BTH
 
     def _groups(self, rows: int, length: int) -> Iterator[slice]:
         """Yield the rows that are computed together, of rows with `length` positions."""
@@ -259,18 +259,18 @@ class AdapterTrainer:
             ProtocolError: The labels do not fit, `share` is not from 0 to 1, or no pass of this number waits for its loss.
             NotFinite: The loss is NaN or infinite. The pass is forgotten.
         """
-        one = self._passes.get(number)
-        if not self.span.has_head or one is None or one.leaving_BTH is None or one.back_BTH is not None:
+        current = self._passes.get(number)
+        if not self.span.has_head or current is None or current.leaving_BTH is None or current.back_BTH is not None:
             raise ProtocolError(f"microbatch {number} does not wait for its loss")
         if not 0 <= share <= 1:
             raise ProtocolError(f"a share of {share} in the step's loss: it must be from 0 to 1")
-        check_labels(self.span, (labels_BS,), one.tokens)
-        hidden_BTH, total = one.leaving_BTH, 0.0
+        check_labels(self.span, (labels_BS,), current.tokens)
+        hidden_BTH, total = current.leaving_BTH, 0.0
         labelled = LabelledPositions.of(labels_BS.to(self.span.device), hidden_BTH.shape[1])
         back_BTH = torch.zeros_like(hidden_BTH)
         try:
             for places_N, labels_N in labelled.split(self._loss_positions):
-                loss, back_NH = self._head_loss(one, hidden_BTH.flatten(0, 1)[places_N], labels_N, share)
+                loss, back_NH = self._head_loss(current, hidden_BTH.flatten(0, 1)[places_N], labels_N, share)
                 back_BTH.view(-1, hidden_BTH.shape[2])[places_N] = back_NH
                 total += loss
                 yield
@@ -281,8 +281,8 @@ class AdapterTrainer:
         except BaseException:
             self.forget(number)
             raise
-        one.back_BTH = back_BTH
-        if one.evaluates:
+        current.back_BTH = back_BTH
+        if current.evaluates:
             self.forget(number)
         return total, len(labelled)
 
@@ -302,29 +302,29 @@ class AdapterTrainer:
             ProtocolError: The gradient does not fit, or no pass of this number waits for one.
             NotFinite: A gradient is NaN or infinite; nothing is counted.
         """
-        one = self._passes.get(number)
-        if one is None or one.evaluates or one.leaving_BTH is None:
+        current = self._passes.get(number)
+        if current is None or current.evaluates or current.leaving_BTH is None:
             raise ProtocolError(f"microbatch {number} does not wait for its gradient")
-        back = one.back_BTH if gradient_BTH is None else gradient_BTH
+        back = current.back_BTH if gradient_BTH is None else gradient_BTH
         if back is None or self.span.has_head != (gradient_BTH is None):
             raise ProtocolError(
                 f"microbatch {number} takes its gradient from its loss, if and only if the head is here"
             )
         try:
-            check_shapes((back,), (one.leaving_BTH.shape,), self.span.end)
+            check_shapes((back,), (current.leaving_BTH.shape,), self.span.end)
             check_finite((back,), self.span.end)
-            came, entered = back.to(one.leaving_BTH), []
-            for group, pieces in zip(self._groups(len(came), came.shape[1]), one.pieces, strict=True):
+            came, entered = back.to(current.leaving_BTH), []
+            for group, pieces in zip(self._groups(len(came), came.shape[1]), current.pieces, strict=True):
                 flowing: Tensor | None = came[group]
                 while pieces:
-                    flowing = self._run_back(one, pieces.pop(), flowing)
+                    flowing = self._run_back(current, pieces.pop(), flowing)
                     yield
                 entered.append(flowing)
-            found = [one for one in entered if one is not None]  # all of them, or none
+            found = [current for current in entered if current is not None]  # all of them, or none
             back = torch.cat(found) if len(found) > 1 else found[0] if found else None
             if back is not None:
                 check_finite((back,), self.span.start)
-            yield from self._weights.accumulate(one.gradients)
+            yield from self._weights.accumulate(current.gradients)
         finally:
             self.forget(number)
         return None if self.span.has_embedding else back
@@ -410,7 +410,7 @@ class AdapterTrainer:
     def activation_bytes_by_piece(self, rows: int, positions: int) -> ByPiece[int]:
         """Do `activation_bytes`."""
         if self._size is None:
-            self._size = yield from ActivationSize.measured(self._kept_bytes, self.recipe.prompt_positions)
+            self._size = yield from ActivationSize.measured(self._saved_bytes, self.recipe.prompt_positions)
         return self._size.of(rows, positions)
 
     def _reserve(self, saved_bytes: int, positions: int) -> Reservation:
@@ -428,17 +428,17 @@ class AdapterTrainer:
             raise
         return memory
 
-    def _kept_bytes(self, positions: int) -> ByPiece[int]:
+    def _saved_bytes(self, positions: int) -> ByPiece[int]:
         """Return the bytes that a row of some positions keeps for its way back, by running such a row."""
         known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
-        kept = KeptStorage([*known, *self._weights.tensors.values()])
+        kept = SavedStorage([*known, *self._weights.tensors.values()])
         one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS), [[]])
         x = torch.zeros(1, positions - self.recipe.prompt_positions, dtype=torch.int64, device=self.span.device)
         if not self.span.has_embedding:
             x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
         for start, end in pairwise(self._cuts):
             with kept.watching():  # not in between, where others compute
-                x = kept.note(self._run(one, start, end, x, None))
+                x = kept.record(self._run(one, start, end, x, None))
             yield
         return kept.size_bytes
 
@@ -460,15 +460,15 @@ class AdapterTrainer:
             )
         return torch.Size((rows, tokens))
 
-    def _run(self, one: _Pass, start: int, end: int, x: Tensor, positions_BS: Tensor | None) -> Tensor:
+    def _run(self, current: _Pass, start: int, end: int, x: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Run units [start, end), add them to the pass's pieces, and return their result without its graph."""
-        with torch.inference_mode(False), torch.set_grad_enabled(not one.evaluates):
+        with torch.inference_mode(False), torch.set_grad_enabled(not current.evaluates):
             entering = x.clone() if x.is_inference() else x.detach()
-            if start > 0 and not one.evaluates:
+            if start > 0 and not current.evaluates:
                 entering.requires_grad_()
             leaving_BTH = self._through(start, end, self._embedded(entering) if start == 0 else entering, positions_BS)
-            if not one.evaluates:
-                one.pieces[-1].append(_Piece(start, end, entering, leaving_BTH))
+            if not current.evaluates:
+                current.pieces[-1].append(_Piece(start, end, entering, leaving_BTH))
             return leaving_BTH.detach()
 
     def _embedded(self, ids_BS: Tensor) -> Tensor:
@@ -491,21 +491,21 @@ class AdapterTrainer:
             adapters=(self.name,) * len(x),
         )
 
-    def _head_loss(self, one: _Pass, hidden_NH: Tensor, labels_N: Tensor, share: float) -> tuple[float, Tensor]:
+    def _head_loss(self, current: _Pass, hidden_NH: Tensor, labels_N: Tensor, share: float) -> tuple[float, Tensor]:
         """Return the sum of the labels' cross-entropies, and the gradient of the hidden states for it times `share`."""
         names = self._layers.names_in(self.span.end - 1, self.span.end)
-        with torch.inference_mode(False), torch.set_grad_enabled(not one.evaluates):
-            entering_NH = hidden_NH.detach().requires_grad_(not one.evaluates)
+        with torch.inference_mode(False), torch.set_grad_enabled(not current.evaluates):
+            entering_NH = hidden_NH.detach().requires_grad_(not current.evaluates)
             logits_NV = self._through(self.span.end - 1, self.span.end, entering_NH[None])[0]
             loss = functional.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
-            if one.evaluates:
+            if current.evaluates:
                 return loss.item(), torch.zeros_like(hidden_NH)
             wanted = [entering_NH, *(self._weights.tensors[name] for name in names)]
             back_NH, *found = torch.autograd.grad(loss * share, wanted, allow_unused=True)
-        self._gather(one, names, found)
+        self._gather(current, names, found)
         return loss.item(), back_NH
 
-    def _run_back(self, one: _Pass, piece: _Piece, back: Tensor | None) -> Tensor | None:
+    def _run_back(self, current: _Pass, piece: _Piece, back: Tensor | None) -> Tensor | None:
         """Take the gradient back through a piece. Returns that of what entered it; None if that takes none."""
         names = self._layers.names_in(piece.start, piece.end)
         wanted = [self._weights.tensors[name] for name in names]
@@ -513,15 +513,15 @@ class AdapterTrainer:
         if back is None or not piece.leaving.requires_grad or not (entering or wanted):
             return None
         found = torch.autograd.grad(piece.leaving, [*entering, *wanted], back, allow_unused=True)
-        self._gather(one, names, found[len(entering) :])
+        self._gather(current, names, found[len(entering) :])
         return found[0] if entering else None
 
     @staticmethod
-    def _gather(one: _Pass, names: list[str], found: Sequence[Tensor | None]) -> None:
+    def _gather(current: _Pass, names: list[str], gradients: Sequence[Tensor | None]) -> None:
         """Add gradients to those of the pass. A tensor that the pass did not use has none."""
-        for name, gradient in zip(names, found, strict=True):
+        for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
-                one.gradients[name] = one.gradients[name] + gradient if name in one.gradients else gradient
+                current.gradients[name] = current.gradients[name] + gradient if name in current.gradients else gradient
 
     def _forget_all(self) -> None:
         for number in list(self._passes):

@@ -21,7 +21,7 @@ from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import PROMPT, AdapterLayers, TrainedDora
-from swarmnode.compute.training.lm import NothingKept
+from swarmnode.compute.training.lm import NullCache
 from swarmnode.data.rows import NO_LABEL
 
 NAME = "tuned"  # of the adapter among those of a span, which has no other
@@ -41,7 +41,7 @@ class HeldEnds(nn.Module):
         self.embedding, self.head = front.model, back.model
         if front.family.tied:
             self.head.get_output_embeddings().weight = self.embedding.get_input_embeddings().weight
-        self._cache = NothingKept(front.config)
+        self._cache = NullCache(front.config)
         self._layers = [AdapterLayers(front, recipe), AdapterLayers(back, recipe)]
         self._doras: list[tuple[TrainedDora, Tensor, Tensor]] = []  # with copies of the matrices that its norms are of
         self._changed = [False, False]

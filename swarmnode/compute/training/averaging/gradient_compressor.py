@@ -64,7 +64,7 @@ class Round:
     member takes all settled parts into `total`, which may share its memory with `local`. Parts are copied whole only to encode
     them.
 
-    `keep` is the share of elements that top-k sends, `codecs` are others' codecs. `residual` is added to the sent values.
+    `topk_share` is the share of elements that top-k sends, `codecs` are others' codecs. `residual` is added to the sent values.
     `left_over`, zeros at first, gets the unsent values; None keeps no account. `clipping` adds up an owner's parts robustly; None
     adds plainly. `stretches` are the places of this round's elements in the whole vector, in order; empty if they are all of it.
     """
@@ -73,7 +73,7 @@ class Round:
     total: FlatVector
     weight: float
     codec: Codec
-    keep: float = 1.0
+    topk_share: float = 1.0
     codecs: Collection[Codec] = ()
     residual: FlatVector | None = None
     left_over: FlatVector | None = None
@@ -95,12 +95,12 @@ class Round:
         wanted_M = self.local.read(part)
         if self.residual is not None:
             wanted_M = wanted_M + self.residual.read(part)
-        encoded, said_M = self._encode(wanted_M, self.keep)
+        encoded, said_M = self._encode(wanted_M, self.topk_share)
         if self.left_over is not None:
             self.left_over.write(part, wanted_M - said_M)
         return encoded
 
-    def hear(self, part: slice, weight: float, info: TensorInfo, payload: Buffer) -> Contribution:
+    def accept(self, part: slice, weight: float, info: TensorInfo, payload: Buffer) -> Contribution:
         """Decode the offer of a contributor of this weight.
 
         Raises ProtocolError if it is not as agreed, or holds NaN or infinity.
@@ -127,11 +127,11 @@ class Round:
                 yield slice(first + behind, last + behind), values_M[first - part.start : last - part.start]
             start = end
 
-    def take(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
+    def write_settled(self, part: slice, info: TensorInfo, payload: Buffer) -> None:
         """Write a settled part into `total`. Raises ProtocolError if it is not as agreed, or holds NaN or infinity."""
         self.total.write(part, self._decode(part, info, payload))
 
-    def _encode(self, values_M: Tensor, keep: float) -> tuple[Encoded, Tensor]:
+    def _encode(self, values_M: Tensor, topk_share: float) -> tuple[Encoded, Tensor]:
         """Encode values, and return them also as they will be decoded. Those beyond float16's range are cut to it with FP16: the
         owner of a sum is not at fault for what others contribute.
 
@@ -139,7 +139,7 @@ class Round:
         """
         if self.codec == Codec.FP16 and is_finite([values_M]):
             values_M = values_M.clamp(-LARGEST_IN_FP16, LARGEST_IN_FP16)
-        param = round(keep * len(values_M)) if self.codec in SPARSE_CODECS else 0  # top-k sends about this many
+        param = round(topk_share * len(values_M)) if self.codec in SPARSE_CODECS else 0  # top-k sends about this many
         encoded = encode(values_M, self.codec, param=param)
         said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)
         if not is_finite([said_M]):
@@ -248,7 +248,7 @@ class PlainGradientCompressor(GradientCompressor):
     def run(self, exchange: Exchange) -> Rounds:
         self._begin(exchange)
         total, weight = exchange.total, exchange.weight
-        codec, keep, codecs = exchange.forms or Forms(self.codec, self.averaging.keep, frozenset({self.codec}))
+        codec, topk_share, codecs = exchange.forms or Forms(self.codec, self.averaging.keep, frozenset({self.codec}))
         if COARSE.isdisjoint(codecs):
             yield Round(exchange.local, total, weight, codec, codecs=codecs, clipping=exchange.clipping)
             return
@@ -265,7 +265,7 @@ class PlainGradientCompressor(GradientCompressor):
                 exchange,
                 matrices,
                 codec,
-                keep=keep,
+                topk_share=topk_share,
                 codecs=codecs,
                 residual=None if residuals is None else _pick(residuals, matrices),
                 left_over=None if left_N is None else _pick(torch.split(left_N, self.sizes), matrices),

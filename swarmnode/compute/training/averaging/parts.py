@@ -130,7 +130,7 @@ class Forms(NamedTuple):
     """Codec of a member's values, the share that top-k keeps, and the `codecs` of all members, if the links decide these."""
 
     codec: Codec
-    keep: float
+    topk_share: float
     codecs: frozenset[Codec]
 
 

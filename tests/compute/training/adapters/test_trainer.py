@@ -18,7 +18,7 @@ from swarmnode.compute.training.adapters import layers
 from swarmnode.compute.training.adapters import layers as starts
 from swarmnode.compute.training.adapters import layers as trained_changes
 from swarmnode.compute.training.adapters.adapter_recipe import METHODS
-from swarmnode.compute.training.adapters.adapter_trainer import LONG, PIECE_POSITIONS, KeptStorage
+from swarmnode.compute.training.adapters.adapter_trainer import LONG, PIECE_POSITIONS, SavedStorage
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
 from tests.compute.training.adapters.trained import SMALL, Route, WholeTrainer, batch_of, labels_of
@@ -162,7 +162,7 @@ def test_memory_is_in_the_ledger_before_it_is_taken_and_returned_at_the_end(llam
     prompt = recipe.prompt_tokens if method == "prompt" else 0
     ids_BS = torch.arange(90).view(2, 45)
     said = trainer.activation_bytes(2, 45 + prompt)
-    kept = KeptStorage([*trainer.span.model.parameters(), *trainer._weights.tensors.values()])
+    kept = SavedStorage([*trainer.span.model.parameters(), *trainer._weights.tensors.values()])
     with kept.watching():
         trainer.forward(0, ids_BS)
     assert 0.95 * kept.size_bytes < said < 1.3 * kept.size_bytes

@@ -138,7 +138,7 @@ def test_a_sum_that_takes_the_place_of_a_vector_leaves_as_much_over() -> None:
         for round_ in member.run(Exchange(local, total, 1.0)):
             for part in cut(len(round_), [1]):
                 place = part.place
-                round_.take(place, *round_.settle(place, [round_.hear(place, 1.0, *round_.offer(place))]))
+                round_.write_settled(place, *round_.settle(place, [round_.accept(place, 1.0, *round_.offer(place))]))
         member.accept()
         left.append(member.carried.residual_N)
     assert left[0] is not None and left[1] is not None and torch.equal(left[0], left[1])

@@ -53,8 +53,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_sum_beyond_float16_is_cut_and_not_put_down_to_its_owner() -> None:
     place, own_N = slice(0, 4), torch.tensor([60_000.0, -60_000, 1, 2])
     owner = Round(FlatVector([own_N]), FlatVector([torch.zeros(4)]), 0.5, Codec.FP16)
-    heard = [owner.hear(place, 0.5, *owner.offer(place)) for _ in range(2)]
-    owner.take(place, *owner.settle(place, heard))
+    heard = [owner.accept(place, 0.5, *owner.offer(place)) for _ in range(2)]
+    owner.write_settled(place, *owner.settle(place, heard))
     assert owner.total.copy().tolist() == [65_504, -65_504, 2, 4]
     with pytest.raises(NotFinite):
         Round(FlatVector([own_N * torch.inf]), owner.total, 0.5, Codec.FP16).offer(place)

@@ -47,14 +47,14 @@ def _sum(rounds: Sequence[Round]) -> int:
     for number, part, _ in cut(len(rounds[0]), [1] * len(contributors)):
         owner = contributors[number]
         offers = [round_.offer(part) for round_ in contributors]
-        heard = [owner.hear(part, of.weight, *offer) for of, offer in zip(contributors, offers, strict=True)]
+        heard = [owner.accept(part, of.weight, *offer) for of, offer in zip(contributors, offers, strict=True)]
         agreed = owner.settle(part, heard)
         crossed_bytes += sum(
             _length(offer[1]) for offer, sender in zip(offers, contributors, strict=True) if sender is not owner
         )
         crossed_bytes += _length(agreed[1]) * (len(rounds) - 1)
         for round_ in rounds:
-            round_.take(part, *agreed)
+            round_.write_settled(part, *agreed)
     return crossed_bytes
 
 
