@@ -261,7 +261,7 @@ def _list_models_late(utils: Any) -> None:
                 del self.__all__
 
         def __getattr__(self, name: str) -> Any:
-            own = vars(self)
+            own = self.__dict__
             unlisted = own.get("_unlisted")
             known = ("_objects", "_object_missing_backend", "_class_to_module", "_modules")
             is_known = any(name in own[table] for table in known) or (name.startswith("__") and name != "__all__")
