@@ -261,12 +261,13 @@ def _list_models_late(utils: Any) -> None:
                 del self.__all__
 
         def __getattr__(self, name: str) -> Any:
-            own = vars(self)
+            own = self.__dict__
             unlisted = own.get("_unlisted")
             known = ("_objects", "_object_missing_backend", "_class_to_module", "_modules")
             is_known = any(name in own[table] for table in known) or (name.startswith("__") and name != "__all__")
-            if unlisted is not None and not is_known and (Path(own["__file__"]).parent / name).is_dir():
-                return self._get_module(name)  # a package within, as `from transformers.models import auto` asks for it
+            place = Path(own["__file__"]).with_name(name)
+            if unlisted is not None and not is_known and (place.is_dir() or place.with_suffix(".py").is_file()):
+                return self._get_module(name)  # a part of it, as `from transformers.models import auto` asks for it
             if unlisted is not None and not is_known:
                 self._unlisted = None
                 listed = dict(define(*unlisted.place))

@@ -28,11 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmnode.compute.packing import own_ggml
 from swarmnode.errors import CheckpointError
 
-PACKAGE = "xllamacpp"
-OWN_BUILD = "SWARMNODE_GGML"
-"""Environment variable with the path of another build of ggml"""
+PACKAGE, OWN_BUILD = own_ggml.PACKAGE, own_ggml.OWN_BUILD
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
 
@@ -244,9 +243,7 @@ def _load() -> _Library | str:
     Raises LocalError as `library` does.
     """
     if chosen := os.environ.get(OWN_BUILD):
-        from swarmnode.compute.packing.own_ggml import load_own
-
-        return load_own(Path(chosen).expanduser(), lambda files: _Library(*files).checked())
+        return own_ggml.load_own(Path(chosen).expanduser(), lambda files: _Library(*files).checked())
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
         return ""
