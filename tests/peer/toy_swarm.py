@@ -93,7 +93,9 @@ class ToyWorker:
                 position_limit=None,
             ),
             pool=SimpleNamespace(
-                budget=CacheBudget(cache_bytes), retains=lambda _held, _length: True, bytes_per_token=end - start
+                budget=CacheBudget(cache_bytes),
+                reachable=lambda _session, _held, length: length,
+                positions_in=lambda free_bytes: free_bytes // max(1, end - start),
             ),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )

@@ -117,7 +117,9 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
         total=family.layer_count,
         tuple_length=family.tuple_length,
         layer_types=getattr(family.config, "layer_types", None),
-        block_types={number: layer.block_type for number, layer in enumerate(layers) if hasattr(layer, "block_type")},
+        block_types={
+            number: str(layer.block_type) for number, layer in enumerate(layers) if hasattr(layer, "block_type")
+        },
     )
     model.set_submodule(family.stack_name, stack)
     hold(model, packed)

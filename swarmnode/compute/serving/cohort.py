@@ -48,7 +48,7 @@ with lean():
     from transformers.cache_utils import Cache
 
 
-class AttentionCache(StateCache, Cache):  # type: ignore[misc]  # Cache's own methods say less of their arguments
+class AttentionCache(StateCache, Cache):
     """Cache that keeps keys, values and recurrent states itself, not in transformers' layer objects.
 
     `windows` are those of layers that look back over some positions only; `capacity` is the number of columns of other layers'

@@ -194,8 +194,8 @@ class StageSession:
             self._forget_guesses(former)
         if opened.truncate is not None:
             # The hop before sends the positions again that cannot stay.
-            held, to = self.cursor.accepted, opened.truncate.to
-            self._cut(opened.truncate, self.pipeline.reachable(self.key, held, to) if to < held else to)
+            before, to = self.cursor.accepted, opened.truncate.to
+            self._cut(opened.truncate, self.pipeline.reachable(self.key, before, to) if to < before else to)
         accepted = self.cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)
