@@ -20,7 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from swarmnode.compute.packing.ggml import FORMATS, OWN_BUILD, GgmlMatrix, build
+from swarmnode.compute.packing.ggml import FORMATS, OWN_BUILD, build
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 
 OUTPUTS, INPUTS, NAMES, ROWS, LEAST_S = 5632, 2048, ("Q4_1", "Q4_K"), (1, 512), 1.0
 

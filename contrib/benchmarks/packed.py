@@ -49,7 +49,8 @@ from weights import Cpu
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, dequantise
+from swarmnode.compute.packing.ggml import FORMATS, dequantise
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.localswarm import LocalSwarm

@@ -23,17 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import check_attention
-from swarmnode.compute.packing.ggml import (
-    DATA_AT,
-    FORMATS,
-    SIZES_AT,
-    STRIDES_AT,
-    Prepared,
-    address_at,
-    library,
-    numbers_at,
-    threads,
-)
+from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_AT, address_at, library, numbers_at
+from swarmnode.compute.packing.ggml_matrix import Prepared, threads
 
 with lean():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

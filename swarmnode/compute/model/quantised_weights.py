@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
-from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.packing.ggml import FORMATS
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.packing.methods import method_of
 from swarmnode.compute.packing.packed_matrix import Method, PackedMatrix
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swarmnode.compute.packing.ggml import DTYPES, FORMATS, TRIED_OUTPUTS, TRIED_ROWS, GgmlMatrix
+from swarmnode.compute.packing.ggml import DTYPES, FORMATS
+from swarmnode.compute.packing.ggml_matrix import TRIED_OUTPUTS, TRIED_ROWS, GgmlMatrix
 from swarmnode.errors import LocalError
 
 INPUTS, MOST_LOST = 512, {"exact": 1e-4, "fast": 0.03}

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from swarmnode.compute.device import trim_heap
 from swarmnode.compute.packing.card_matrix import CardMatrix
-from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.packing.ggml import FORMATS
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned, library, threads
+from swarmnode.compute.packing.ggml import FORMATS, aligned, library
+from swarmnode.compute.packing.ggml_matrix import TILE_ELEMENTS, GgmlMatrix, threads
 from swarmnode.compute.packing.packed_matrix import Grid, Method, PackedMatrix
 from swarmnode.compute.packing.packed_weight import MatrixProducts
 from swarmnode.compute.packing.quantisation_methods import Mxfp4

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarmnode.compute.packing.ggml import GgmlMatrix, library, threads
+from swarmnode.compute.packing.ggml import library
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)

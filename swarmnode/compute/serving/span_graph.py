@@ -28,15 +28,14 @@ from swarmnode.compute.packing.ggml import (
     SIZES_AT,
     STRIDES_AT,
     UNARY,
-    GgmlMatrix,
+    InitParams,
     Operators,
-    _InitParams,
     address_at,
     aligned,
     library,
     numbers_at,
-    threads,
 )
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.span_trace import (
     CONSTANT,
@@ -121,7 +120,7 @@ class SpanGraph:
         parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
         nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
         size = nodes * self._ggml.tensor_overhead() + self._make.overhead(nodes, False)
-        self._context = ggml.init(_InitParams(size, None, True))
+        self._context = ggml.init(InitParams(size, None, True))
         self._graph = ggml.new_graph(self._context, nodes, False)
         for operation in trace.operations:
             if operation.stage == LATE:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.packing.ggml import GgmlMatrix, threads
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import AttentionCache, Windows
 from swarmnode.compute.serving.flat_program import REFUSED
 

@@ -17,7 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.packing.ggml import F32, FORMATS, GgmlMatrix, check_finite, dequantise, library
+from swarmnode.compute.packing.ggml import F32, FORMATS, check_finite, dequantise, library
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.tensor_entry import in_transformers_order
 from swarmnode.compute.serving.loading import load_span

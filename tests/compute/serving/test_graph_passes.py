@@ -20,7 +20,8 @@ from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.attention import attend_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
+from swarmnode.compute.packing.ggml import FORMATS, library
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.packing.packed_weight import PackedWeight, hold
 from swarmnode.compute.serving import graph_passes
 from swarmnode.compute.serving.cohort import Window, sliding_layers

@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from swarmnode.compute.model.adapters.span_adapters import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
 from swarmnode.compute.model.linear import BlockedLinear, FbgemmLinear, TimedLinear, plain_linear
-from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
+from swarmnode.compute.packing.ggml import FORMATS, library
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
 from swarmnode.compute.packing.packed_weight import PackedWeight
 from swarmnode.compute.packing.quantize import Int8Linear, _nf4_linear
 from tests.compute.packing.test_packed_weight import packed_rows

@@ -1,0 +1,309 @@
+"""Products of GGUF's matrices on the CPU, by ggml.
+
+ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
+result does not depend on the other rows of a pass, except for the order of its float sums: some kernels add in another order if
+there are several rows, and then a fast product takes each row apart. An exact product takes three such parts of the activations,
+each 256 times finer than the one before: together they have 24 bits, as float32 has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.ggml import (
+    ACTIVATIONS,
+    ALIGNMENT,
+    BUFFER_AT,
+    CONTEXT_BYTES,
+    DATA_AT,
+    DTYPES,
+    EXTRA_AT,
+    F32,
+    FORMATS,
+    Format,
+    InitParams,
+    Library,
+    address_at,
+    aligned,
+    dequantise,
+    library,
+)
+
+PARTS, STEP = 3, 256.0
+FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weights
+TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
+KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
+TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
+
+
+class Prepared:
+    """Prepared computation of ggml: tensors whose places take any addresses, and a graph with one result."""
+
+    def __init__(self, ggml: Library) -> None:
+        self._ggml = ggml
+        self.context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
+        self.graph = ggml.new_graph(self.context, 16, False)
+
+    def __del__(self) -> None:
+        self._ggml.free(self.context)
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class _Product(Prepared):
+    """Product of a matrix (O, I) with R rows of activations, in some formats. `apart` takes each row as a matrix of its own."""
+
+    def __init__(
+        self, ggml: Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int, apart: bool
+    ) -> None:
+        super().__init__(ggml)
+        weight = ggml.new_tensor(self.context, form.number, inputs, outputs)
+        shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
+        x = ggml.new_tensor_4d(self.context, x_form.number, *shape)
+        y = ggml.multiply(self.context, weight, x)
+        ggml.expand(self.graph, y)
+        self.weight, self.x, self.y = (address_at(tensor + DATA_AT) for tensor in (weight, x, y))
+        self.buffer, self.extra = (address_at(weight + place) for place in (BUFFER_AT, EXTRA_AT))
+
+
+class _Backend:
+    """ggml's working memory; it is freed with the object, as at the end of a thread."""
+
+    def __init__(self, ggml: Library) -> None:
+        self._ggml = ggml
+        self.address = ggml.new_backend()
+
+    def __del__(self) -> None:
+        self._ggml.free_backend(self.address)
+
+
+class _Thread(threading.local):
+    """ggml's working memory of the current thread, and its prepared products."""
+
+    def __init__(self) -> None:
+        ggml = library()
+        assert ggml is not None
+        self._ggml = ggml
+        self._backend = _Backend(ggml)
+        self._threads = 0
+        self.recorder: Any = None  # takes calls that torch does not see, while a pass is recorded
+        self._prepared: OrderedDict[Hashable, Any] = OrderedDict()
+        self._last_split: tuple[Tensor, str, Tensor] | None = None
+
+    def split(self, x_RI: Tensor, form: Format) -> Tensor:
+        """Return activations as sums of parts (PARTS, R, bytes), each the rest that the one before left, times STEP.
+
+        The last ones are kept: several matrices take the same x.
+        """
+        last = self._last_split
+        if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
+            return last[2]
+        rows, inputs = x_RI.shape
+        parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+        rest_RI, lost_N1 = x_RI, torch.zeros(1, 1)
+        for part_RB in parts_PRB:
+            self._ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+            if form.name == "Q8_1":
+                # Blocks have their sums in float16: what the part before has lost of these is added here.
+                blocks_NB = part_RB.view(-1, form.block_bytes)
+                scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
+                rounded_RI = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
+                wanted_N1 = rounded_RI.sum(dim=1, keepdim=True) + lost_N1 * STEP
+                sum_N1.copy_(wanted_N1)
+                lost_N1 = wanted_N1 - sum_N1.float()
+            else:
+                rounded_RI = torch.empty(rows, inputs)
+                self._ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+            rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+        self._last_split = x_RI.clone(), form.name, parts_PRB
+        return parts_PRB
+
+    def compute(self, prepared: Prepared) -> None:
+        """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
+        self.compute_graph(prepared.graph)
+
+    def compute_graph(self, graph: int, most: int | None = None) -> None:
+        """Compute a graph of ggml with torch's number of threads, `most` at most. Raises RuntimeError if ggml cannot."""
+        count = torch.get_num_threads()
+        if (count := count if most is None else min(count, most)) != self._threads:
+            self._threads = count
+            self._ggml.set_threads(self._backend.address, count)
+        if self._ggml.compute(self._backend.address, graph) != 0:
+            raise RuntimeError("ggml could not compute a product")
+
+    def prepared(self, make: Callable[..., P], *kind: Hashable) -> P:
+        """Return what `make` prepares for this kind, the same as before if it was used lately."""
+        found: P | None = self._prepared.get((make, kind))
+        if found is None:
+            found = self._prepared[make, kind] = make(self._ggml, *kind)
+            if len(self._prepared) > KINDS_KEPT:
+                self._prepared.popitem(last=False)
+        else:
+            self._prepared.move_to_end((make, kind))
+        return found
+
+
+@functools.cache
+def threads() -> _Thread:
+    """Return ggml's state, which differs in each thread."""
+    return _Thread()
+
+
+@dataclass(frozen=True)
+class _Interleaving:
+    """ggml's interleaved order of rows for a shape: an empty buffer of that kind of memory, and the functions for it."""
+
+    buffer: int
+    extra: int
+
+
+@contextmanager
+def _interleaved_tensor(ggml: Library, form: Format, outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Yield a new tensor in ggml's interleaved memory and the address of its bytes; both are freed after the block."""
+    context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
+    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
+    try:
+        tensor, base = ggml.new_tensor(context, form.number, inputs, outputs), ggml.base_of(buffer)
+        ggml.place(buffer, tensor, base)
+        yield tensor, base
+    finally:
+        ggml.free(context)
+        ggml.free_buffer(buffer)
+
+
+@functools.cache
+def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
+    """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
+    ggml = library()
+    if ggml is None or ggml.interleaved is None or form.name in DTYPES:
+        return None
+    with _interleaved_tensor(ggml, form, outputs, inputs) as (tensor, _):
+        extra = address_at(tensor + EXTRA_AT).value
+    return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
+
+
+_agreeing: dict[tuple[str, int, bool], bool] = {}
+
+
+class GgmlMatrix:
+    """Matrix (O, I) in a packed format whose products ggml computes. It keeps the bytes, or a copy of them in another order.
+
+    Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
+    interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
+
+    Raises ValueError if ggml cannot take a matrix of this shape, or it has other bytes.
+    """
+
+    def __init__(
+        self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
+    ) -> None:
+        form.check_shape((len(packed_OB), inputs))
+        if packed_OB.nbytes != len(packed_OB) * form.row_bytes(inputs):  # ggml would read beyond them
+            raise ValueError(
+                f"{packed_OB.nbytes} bytes are no {len(packed_OB)} rows of {inputs} elements in {form.name}"
+            )
+        self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
+        self.name, self.nbytes = form.name, packed_OB.nbytes
+        self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
+        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
+        self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
+        if self.order is not None:
+            packed_OB, ggml = packed_OB.contiguous(), library()
+            assert ggml is not None
+            with _interleaved_tensor(ggml, form, self.outputs, inputs) as (tensor, base):
+                ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+                ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
+        elif not kept:
+            self._memory.copy_(packed_OB.reshape(-1))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read: not if they are interleaved."""
+        return self.order is None
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32. Only for a matrix that `has_rows`."""
+        assert self.order is None
+        if (recorder := threads().recorder) is not None:
+            rows_NI: Tensor = recorder.calling(self.rows, numbers_N)
+            return rows_NI
+        packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
+        return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32. Raises ValueError if x has another width, RuntimeError if ggml
+        fails."""
+        if x_RI.shape[1:] != (self.inputs,):  # ggml would read beyond it
+            raise ValueError(f"activations of width {self.inputs} are needed, not {tuple(x_RI.shape)}")
+        if len(x_RI) == 0:
+            return torch.empty(0, self.outputs)
+        recorder = threads().recorder
+        if recorder is not None:
+            recorded_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            return recorded_RO
+        if not self._exact:
+            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.multiplies_rows_apart(len(x_RI)))
+        if not self.form.activations or len(x_RI) > FEW_ROWS:
+            y_RO = torch.empty(len(x_RI), self.outputs)
+            packed_OB = self._memory.view(self.outputs, -1)
+            height = max(1, TILE_ELEMENTS // self.inputs)
+            for first in range(0, self.outputs, height):
+                tile_OB = packed_OB[first : first + height]
+                tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
+                torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
+            return y_RO
+        x_form = ACTIVATIONS[self.form.activations]
+        parts_PRO = self._product(threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
+            PARTS, *x_RI.shape[:1], -1
+        )
+        y_RO = parts_PRO[-1]
+        for part_RO in parts_PRO[:-1].flip(0):
+            y_RO = part_RO.add(y_RO, alpha=1 / STEP)
+        return y_RO
+
+    @property
+    def address(self) -> int:
+        """Address of the packed bytes."""
+        return self._memory.data_ptr()
+
+    def multiplies_rows_apart(self, rows: int) -> bool:
+        """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
+
+        This is tried once for each kind of matrix.
+        """
+        if rows == 1:
+            return False
+        kind = self.form.name, self.inputs, self.order is not None
+        if kind not in _agreeing:
+            outputs = min(self.outputs, TRIED_OUTPUTS)
+            x_RI = torch.randn(max(TRIED_ROWS), self.inputs, generator=torch.Generator().manual_seed(0))
+            alone_RO = self._product(x_RI, FORMATS[F32], len(x_RI), apart=True, outputs=outputs)
+            _agreeing[kind] = all(
+                torch.equal(self._product(x_RI[:rows], FORMATS[F32], rows, outputs=outputs), alone_RO[:rows])
+                for rows in TRIED_ROWS
+            )
+        return not _agreeing[kind]
+
+    def _product(
+        self, x: Tensor, x_form: Format, rows: int, *, apart: bool = False, outputs: int | None = None
+    ) -> Tensor:
+        """Return ggml's product (R, O) with rows of activations in `x_form`, for the first `outputs`."""
+        y_RO = torch.empty(rows, outputs or self.outputs)
+        here = threads()
+        product = here.prepared(_Product, self.form, x_form, y_RO.shape[1], self.inputs, rows, apart)
+        product.weight.value, product.x.value, product.y.value = self.address, x.data_ptr(), y_RO.data_ptr()
+        if self.order is not None:
+            product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
+        here.compute(product)
+        return y_RO
