@@ -109,6 +109,10 @@ def _c_name(name: str) -> str:
     return name.lower().replace("_k", "_K")
 
 
+# ggml holds its address for as long as the process lives, whichever `Library` gave it.
+_NO_LOG = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
+
+
 class Library:
     """C functions of ggml in the libraries `files`, by short names.
 
@@ -142,8 +146,7 @@ class Library:
         self.new_buffer = self._function("ggml_backend_buft_alloc_buffer", pointer, pointer, size)
         self.base_of = self._function("ggml_backend_buffer_get_base", pointer, pointer)
         self.set_values = self._function("ggml_backend_tensor_set", None, pointer, pointer, size, size)
-        self._silence = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
-        self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(self._silence, pointer), None)
+        self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(_NO_LOG, pointer), None)
         row = (None, pointer, pointer, c_int64)
         self.dequantisers = {}
         for name in (*FORMATS, *ACTIVATIONS):

@@ -31,7 +31,7 @@ from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 log = logging.getLogger(__name__)
 
 GRAPHS, LARGE_GRAPHS, LARGE = 24, 1, 64  # graphs that are kept; of those with more rows than LARGE only the last one
-TRIAL_S, TRIAL_CPU_S = 600.0, 120  # at most, of the clock and of CPU: a busy machine may take long
+TRIAL_S, TRIAL_CPU_S = 180.0, 120  # at most, of the clock and of CPU: a busy machine may take long
 TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that are tried
 TRIED_PASSES = 2  # at most, of each
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
