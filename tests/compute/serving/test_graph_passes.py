@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import re
@@ -237,10 +238,15 @@ def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
     monkeypatch.setattr(graph_passes, "TRIAL_CPU_S", 1)
     runner = open_runner(span)
     runner.open("a", rows=1, max_length=8)
-    (result,) = runner.run([StepInput("a", some_ids(span, 3))])
+    with (tmp_path / "crashes").open("w") as crashes:
+        faulthandler.enable(crashes)
+        try:
+            (result,) = runner.run([StepInput("a", some_ids(span, 3))])
+        finally:
+            faulthandler.enable()
     assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
     (reason,) = graphs_of(runner).refusals.values()
-    assert re.search(why, reason)
+    assert re.search(why, reason) and not (tmp_path / "crashes").read_text()
 
 
 def test_what_has_no_counterpart_stays_on_torchs_way(tmp_path: Path) -> None:
