@@ -183,7 +183,7 @@ def test_packed_weights_say_what_the_missing_package_would_gain(
 
 
 def test_an_old_processor_does_not_load_ggml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml, "_Library", lambda file: pytest.fail("its code would end the process"))
+    monkeypatch.setattr(ggml, "Library", lambda file: pytest.fail("its code would end the process"))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     if importlib.util.find_spec(ggml.PACKAGE) is not None:

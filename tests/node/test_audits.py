@@ -90,7 +90,7 @@ async def test_near_misses_lower_trust_and_add_up(founded: Founded, tmp_path: Pa
             await client.auditor.idle()
         trusted = client.auditor.standing.trust(liar.peer)
         assert trusted > 0
-        tamper(liar, a_little_off(8e-5))
+        tamper(liar, a_little_off(5e-5))
         await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")  # steps with guesses would be changed, too
         await client.auditor.idle()
         assert client.auditor.standing.trust(liar.peer) < trusted

@@ -15,7 +15,20 @@ TOKENS = 40
 def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     swarm = str(stages.local.file)
     ids = ",".join(map(str, PROMPT))
-    asked = ("generate", swarm, "--ids", ids, "-n", str(TOKENS), "--json", "--verbose", "--log-format", "json")
+    asked = (
+        "generate",
+        swarm,
+        "--ids",
+        ids,
+        "-n",
+        str(TOKENS),
+        "--json",
+        "--drafts",
+        "off",
+        "--verbose",
+        "--log-format",
+        "json",
+    )
     done = swarmnode(*asked, home=tmp_path)
     generation = json.loads(done.stdout)
     lines = map(json.loads, done.stderr.splitlines())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarmnode.compute.packing import ggml
+from swarmnode.compute.packing import ggml, ggml_matrix
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -147,6 +147,7 @@ def lose_ggml(monkeypatch: pytest.MonkeyPatch, why: str = "") -> None:
     """Let the package with ggml be missing, as after `pip install --no-deps`; or unusable, for the reason `why`."""
     found = importlib.util.find_spec
     monkeypatch.setattr(ggml, "_load", lambda: why)
-    monkeypatch.setattr(ggml, "library", lambda: None)
+    for module in (ggml, ggml_matrix):
+        monkeypatch.setattr(module, "library", lambda: None)
     if not why:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == ggml.PACKAGE else found(name))

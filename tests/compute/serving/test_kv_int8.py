@@ -290,7 +290,8 @@ def test_twice_the_sessions_fit(layers: ModelSpan, checkpoint: Checkpoint) -> No
     """Layers x 36 bytes and one plain layer, against layers + 1 plain ones: the more layers, the nearer to their ratio."""
     many = range(30)  # the sizes alone, of as many layers as SmolLM2 has
     family = layers.family
-    shapes = type(family)(**{**vars(family), "cache_shapes": family.cache_shapes[:1] * len(many)})
+    by_layer = {name: getattr(family, name)[:1] * len(many) for name in ("cache_shapes", "state_shapes")}
+    shapes = type(family)(**{**vars(family), **by_layer})
     span = ModelSpan(shapes, layers.model, 2, 4)
     sizes = {kv: CachePool(span, 1 << 24, kv=kv).bytes_of(many, 1, 100) for kv in (PLAIN, INT8_KV)}
     vector = 100 * 2 * HEADS  # of one layer
