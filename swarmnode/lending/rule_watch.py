@@ -27,6 +27,7 @@ import psutil
 
 from swarmnode.lending.cards import Cards
 from swarmnode.lending.lending import OWNER, RULES, Lending, Rules, Surroundings, reason_to_pause
+from swarmnode.metrics.machine import cpu_seconds
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.storage.small_files import read_stored, try_to_keep
 
@@ -145,16 +146,12 @@ class _BusyTime:
         return min(1.0, max(0.0, busy_s - own_s) / all_s) if all_s > 0 else None  # idle time may count backwards
 
     def _now(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()
-        idle_s = times.idle + getattr(times, "iowait", 0.0)
-        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also counted in user and nice
-        all_s = sum(times) - guest_s
         total_s = 0.0
         for process in (self._own, *self._own.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 used = process.cpu_times()
                 total_s += used.user + used.system
-        return all_s, all_s - idle_s, total_s
+        return *cpu_seconds(), total_s
 
 
 def _on_mains() -> bool | None:

@@ -1,4 +1,4 @@
-"""Figures of the machine for metrics: versions, disk, and NVIDIA cards (by NVML, their driver's library)."""
+"""Figures of the machine: versions, disk, CPU time, and NVIDIA cards (by NVML, their driver's library)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from swarmnode.files import existing
 from swarmnode.metrics import table
@@ -43,6 +45,14 @@ def disk(folder: Path) -> Readings:
     usage = shutil.disk_usage(existing(folder))
     yield Reading(table.DISK_FREE, usage.free)
     yield Reading(table.DISK_SIZE, usage.total)
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Return the CPU seconds of all cores since the machine started, and those among them in which some program ran."""
+    times = psutil.cpu_times()
+    guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also counted in user and nice
+    all_s = sum(times) - guest_s
+    return all_s, all_s - times.idle - getattr(times, "iowait", 0.0)
 
 
 class Card:

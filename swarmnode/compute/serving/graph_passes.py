@@ -18,7 +18,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -26,8 +25,9 @@ from swarmnode.compute.executor import forget_traceback
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, Windows
 from swarmnode.compute.serving.span_graph import SpanGraph
-from swarmnode.compute.serving.span_trace import SpanTrace, trace_span
+from swarmnode.compute.serving.span_trace import CannotBeLowered, SpanTrace, trace_span
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.metrics.machine import cpu_seconds
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that
 TRIED_PASSES = 2  # at most, of each
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
 ASKED_EVERY_S = 1.0
-CPU_FIELDS = 8  # of psutil's times: later ones, of guests, are counted among the first
 TOLD = 400  # bytes of a reason
 
 
@@ -68,9 +67,7 @@ class SpareCores:
 
 def used_seconds() -> tuple[float, float, float]:
     """Return the clock, and the CPU seconds that the machine and this process have used."""
-    times = psutil.cpu_times()
-    idle_s = times.idle + getattr(times, "iowait", 0.0)
-    return time.monotonic(), sum(times[:CPU_FIELDS]) - idle_s, time.process_time()
+    return time.monotonic(), cpu_seconds()[1], time.process_time()
 
 
 class SpanGraphs:
@@ -152,15 +149,13 @@ class SpanGraphs:
             memory = self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
             graph = SpanGraph(trace, rows, count, kept, self.span.dtype)
             memory.resize(graph.nbytes)
-        except (Full, MemoryError) as error:
+        except BaseException as error:
+            if memory is not None:
+                memory.release()
+            if not isinstance(error, Full | MemoryError | CannotBeLowered):
+                raise
             log.warning("a pass of %d x %d positions is computed layer by layer: %s", rows, count, error)
-            if memory is not None:
-                memory.release()
             return None
-        except BaseException:
-            if memory is not None:
-                memory.release()
-            raise
         self._graphs[key] = graph, memory
         return graph
 

@@ -30,6 +30,7 @@ from swarmnode.compute.serving.graph_passes import GRAPHS, SpanGraphs, SpareCore
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.span_graph import SpanGraph
+from swarmnode.compute.serving.span_trace import CannotBeLowered
 from swarmnode.ledger import Account, MemoryLedger
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
 from tests.compute.packing.test_packed_weight import pack
@@ -196,6 +197,23 @@ def test_no_memory_for_a_graph_is_no_error(tmp_path: Path, caplog: pytest.LogCap
     (result,) = runner.run([StepInput("a", some_ids(span, 3))])
     assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
     assert "is computed layer by layer" in caplog.text
+
+
+def test_a_graph_of_a_size_that_ggml_cannot_have_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    span = llama_span(tmp_path)
+    runner = open_runner(span)
+    graphs_of(runner).prepare()
+
+    def refuse(*_: Any) -> Any:
+        raise CannotBeLowered("there is no memory for its values")
+
+    monkeypatch.setattr(graph_passes, "SpanGraph", refuse)
+    runner.open("a", rows=1, max_length=8)
+    (result,) = runner.run([StepInput("a", some_ids(span, 3))])
+    assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
+    assert "is computed layer by layer: there is no memory for its values" in caplog.text
 
 
 def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.MonkeyPatch) -> None:
