@@ -15,14 +15,13 @@ from math import prod
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.traced_model import ModelTrace, trace_model
+from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-STATELESS_LAYERS = frozenset({"moe", "mlp"})
-"""Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both), with neither"""
+"""Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both)"""
 SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
 STATE_ITEM_BYTES = 4
 SNAPSHOTS = 4  # of the recurrent states of one session

@@ -29,6 +29,8 @@ with lean():
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
 CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
 
+STATELESS_LAYERS = frozenset({"moe", "mlp"})
+"""Kinds of layers in transformers' `layer_types` with neither a KV cache nor a recurrent state"""
 CONV, RECURRENT = "conv", "recurrent"
 StateKey = tuple[str, int]
 """Kind of a layer's state (CONV or RECURRENT), and its number among those of its kind"""
@@ -142,7 +144,7 @@ def _check_layers(model_class: type[Any], config: Any, shapes: Sequence[Any], st
             f"{model_class.__name__}: layer_types names {len(kinds)} layers, the model has {len(shapes)}; correct config.json"
         )
     for layer, (kind, kept, state) in enumerate(zip(kinds, shapes, states, strict=False)):
-        if not kept and not state and kind not in ("moe", "mlp"):
+        if not kept and not state and kind not in STATELESS_LAYERS:
             raise CheckpointError(
                 f"{model_class.__name__}: layer {layer} keeps no KV cache and no recurrent state of its own that can be "
                 "followed, so the model cannot be split; choose another model"

@@ -476,11 +476,11 @@ def regroup(
                 _copy_layer(cohort, layer)
             for old in olds.values():
                 old.buffers.pop(layer, None)
-        for key in {key: None for old in olds.values() for key in old.states.kept}:
+        for key in {key: None for old in olds.values() for key in old.states.committed}:
             for cohort in cohorts:
                 _copy_state(cohort, key)
             for old in olds.values():
-                old.states.kept.pop(key, None)
+                old.states.committed.pop(key, None)
     except BaseException:  # no memory: the old cohorts have lost some layers, and the new ones are incomplete
         for member in (member for old in olds.values() for member in old.members):
             member.lost = True
@@ -512,7 +512,7 @@ def copy_beginning(
         copy = Cohort([session], capacity, cohort.device, cohort.windows, cohort.store)
         for layer in cohort.buffers:
             _copy_layer(copy, layer)
-        copy.states.kept = {key: state.clone() for key, state in states.items()}
+        copy.states.committed = {key: state.clone() for key, state in states.items()}
     except BaseException:  # no memory
         session.length, session.floor, session.cohort, session.lag = 0, 0, None, 0
         raise
@@ -528,7 +528,8 @@ def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
 def _copy_state(cohort: Cohort, key: LayerState) -> None:
     """Fill one recurrent state of a new cohort with its members' rows; members without positions get zeros."""
     olds = [
-        (None if member.cohort is None else member.cohort.states.kept.get(key), member) for member in cohort.members
+        (None if member.cohort is None else member.cohort.states.committed.get(key), member)
+        for member in cohort.members
     ]
     like = next((state for state, _ in olds if state is not None), None)
     if like is not None:
@@ -536,7 +537,7 @@ def _copy_state(cohort: Cohort, key: LayerState) -> None:
             like.new_zeros(member.rows, *like.shape[1:]) if state is None else state[member.row_slice]
             for state, member in olds
         ]
-        cohort.states.kept[key] = torch.cat(rows)
+        cohort.states.committed[key] = torch.cat(rows)
 
 
 def _copy_layer(cohort: Cohort, layer: int) -> None:

@@ -30,9 +30,8 @@ from swarmnode.errors import CheckpointError
 FIRST, PROMPT, LENGTH, PADDING = 3, 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
 
-_passed: dict[
-    FamilyKey, bool
-] = {}  # families that were tried, and whether their states go on only position by position
+_passed: dict[FamilyKey, bool] = {}
+"""Families that were tried, and whether their states go on only position by position"""
 
 
 @lean()

@@ -536,8 +536,8 @@ class StageRunner:
         cohort.advance({member: x.shape[1] for member, x in inputs.items()})
         for member, x in inputs.items():
             if member.history is not None:
-                member.history.paid()
-                member.history.note_inputs(x, member.length)
+                member.history.settle()
+                member.history.record_inputs(x, member.length)
         return output
 
     def _adapters_of(self, cohort: Cohort) -> tuple[str, ...]:

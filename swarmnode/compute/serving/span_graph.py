@@ -192,7 +192,7 @@ class SpanGraph:
         """Return the shape of an early operation's result: computed once with zeros."""
         rows, count = self.rows, self.count
         given = self._given(torch.zeros(rows, count, dtype=torch.int64), torch.zeros(rows, count, dtype=torch.int64))
-        return tuple(self._trace.early(item, given, self._sizes).shape)
+        return tuple(self._trace.early([item], given, self._sizes)[0].shape)
 
     def _given(self, x: Tensor, positions_RT: Tensor) -> dict[str, Tensor]:
         x_of = self._trace.inputs["x"].value
@@ -525,8 +525,9 @@ class SpanGraph:
             mask_RC = cohort.attention_mask(self.count)
             ones = torch.ones(self.rows, cohort.end + self.count, dtype=torch.int64) if mask_RC is None else mask_RC
             given["mask"] = ones
-        for operation, memory in self._early:
-            memory.copy_(self._trace.early(operation, given, self._sizes))
+        values = self._trace.early([operation for operation, _ in self._early], given, self._sizes)
+        for (_, memory), value in zip(self._early, values, strict=True):
+            memory.copy_(value)
         queries_T1 = torch.arange(cohort.end, cohort.end + self.count)[:, None]
         for window, (_, columns_T) in self._columns.items():
             columns_T.copy_(queries_T1[:, 0] - cohort.first_kept(self._layer_of(window)))

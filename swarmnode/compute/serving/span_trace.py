@@ -12,7 +12,7 @@ sizes only are `EARLY`, such as rotary angles: torch computes them if the graph 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,7 +168,7 @@ class _Recording(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         threads().recorder = None
 
-    def take_in(self, name: str, value: Tensor, stage: int) -> Tensor:
+    def add_input(self, name: str, value: Tensor, stage: int) -> Tensor:
         """Let a tensor be an input of the pass."""
         return self._result(Operation(name, None, value=value, stage=stage), value)
 
@@ -177,7 +177,7 @@ class _Recording(TorchDispatchMode):
         if id(value) in self._stale:
             raise CannotBeLowered("it writes into a part of a tensor")
         if id(value) not in self._of:
-            self.take_in("constant", value, CONSTANT)
+            self.add_input("constant", value, CONSTANT)
         return self._of[id(value)]
 
     def _result(self, operation: Operation, value: Tensor) -> Tensor:
@@ -308,8 +308,8 @@ class SpanTrace:
         left += [] if self.result is None else [self.result]
         return reachable(left, stop)
 
-    def early(self, wanted: Operation, given: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
-        """Return the value of an operation that torch computes, for the inputs of a pass."""
+    def early(self, wanted: Sequence[Operation], given: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+        """Return the values of operations that torch computes, for the inputs of a pass. Parts in common are computed once."""
         known: dict[Operation, Any] = {self.inputs[name]: value for name, value in given.items() if name in self.inputs}
 
         def value_of(item: Any) -> Any:
@@ -323,8 +323,7 @@ class SpanTrace:
                     known[item] = result if item.pick is None else result[item.pick]
             return known[item]
 
-        found: Tensor = value_of(wanted)
-        return found
+        return [value_of(operation) for operation in wanted]
 
 
 @torch.inference_mode()
@@ -412,7 +411,7 @@ def _record(
         stack.enter_context(recording)
         given = {"positions": (positions_RT, EARLY), "mask": (mask_RC, EARLY)}
         given["x"] = (x.to(span.dtype) if start else x, INPUT if start else EARLY)
-        inputs = {name: recording.of(recording.take_in(name, *each)) for name, each in given.items()}
+        inputs = {name: recording.of(recording.add_input(name, *each)) for name, each in given.items()}
         output = span.forward(
             given["x"][0],
             cache=cache,
@@ -561,7 +560,7 @@ def _rope_of(trace: SpanTrace, cos: Operation, sin: Operation) -> Rope | None:
     positions_RT = torch.tensor([CHECKED_POSITIONS])
     given = {"positions": positions_RT, "mask": torch.ones(1, positions_RT.shape[1], dtype=torch.int64)}
     sizes = sizes_of(1, positions_RT.shape[1], 1)
-    cos_TD, sin_TD = (trace.early(each, given, sizes)[0].double() for each in (cos, sin))
+    cos_TD, sin_TD = (table_BTD[0].double() for table_BTD in trace.early([cos, sin], given, sizes))
     width = cos_TD.shape[-1] // 2
     factor = float(cos_TD[0, 0])
     inverse_D = torch.atan2(sin_TD[1, :width], cos_TD[1, :width])

@@ -35,7 +35,7 @@ class PassStates:
     """States of all rows of a cohort (sessions computed together), and the copies that the present pass changes."""
 
     def __init__(self) -> None:
-        self.kept: States = {}
+        self.committed: States = {}
         self._changed: States = {}
         self._is_first = True
 
@@ -46,13 +46,15 @@ class PassStates:
 
     def has(self, layer: int) -> bool:
         """Return whether the pass has a state of this layer: of earlier positions, or of its own."""
-        return any(key[0] == layer for key in (self._changed if self._is_first else {**self.kept, **self._changed}))
+        return any(
+            key[0] == layer for key in (self._changed if self._is_first else {**self.committed, **self._changed})
+        )
 
     def get(self, layer: int, kind: StateKey) -> Tensor | None:
         """Return the pass's own copy of a state; None if no position came before."""
         key = layer, kind
-        if key not in self._changed and not self._is_first and key in self.kept:
-            self._changed[key] = self.kept[key].clone()
+        if key not in self._changed and not self._is_first and key in self.committed:
+            self._changed[key] = self.committed[key].clone()
         return self._changed.get(key)
 
     def set(self, layer: int, kind: StateKey, state: Tensor) -> Tensor:
@@ -74,25 +76,25 @@ class PassStates:
         is_whole = sum(part.stop - part.start for part in written) == rows
         for key, state in self._changed.items():
             if is_whole:
-                self.kept[key] = state
+                self.committed[key] = state
                 continue
-            kept = self.kept.setdefault(key, torch.zeros_like(state))
+            kept = self.committed.setdefault(key, torch.zeros_like(state))
             for part in written:
                 kept[part] = state[part]
         self._changed = {}
 
     def copy_rows(self, rows: slice) -> States:
         """Return copies of the states of some rows."""
-        return {key: state[rows].clone() for key, state in self.kept.items()}
+        return {key: state[rows].clone() for key, state in self.committed.items()}
 
     def put_rows(self, rows: slice, states: Mapping[LayerState, Tensor]) -> None:
         """Set the states of some rows."""
         for key, state in states.items():
-            self.kept[key][rows] = state
+            self.committed[key][rows] = state
 
     def reorder(self, rows: slice, order: Tensor) -> None:
         """Let row r of `rows` have the states of their row `order[r]`."""
-        for state in self.kept.values():
+        for state in self.committed.values():
             state[rows] = state[rows].index_select(0, order)
 
     def update_conv(self, new: Tensor, layer: int, index: int, size: int | None) -> Tensor:
@@ -140,7 +142,7 @@ class StateHistory:
         base = self.base(length)
         return length if base >= self.first_input else base
 
-    def note_inputs(self, x: Tensor, end: int) -> None:
+    def record_inputs(self, x: Tensor, end: int) -> None:
         """Keep the inputs of a pass that ended at position `end`, and forget those that no snapshot needs."""
         count = x.shape[1]
         if count > KEPT_INPUTS:
@@ -196,8 +198,8 @@ class StateHistory:
         self.owed = None if inputs is None or not inputs.shape[1] else inputs.clone()
         self.owed_count = 0 if self.owed is None else self.owed.shape[1]
 
-    def paid(self) -> None:
-        """Note that the owed inputs have been computed."""
+    def settle(self) -> None:
+        """Record that the owed inputs have been computed."""
         self._owe(None)
 
     def reorder(self, order: Tensor) -> None:
@@ -271,7 +273,9 @@ class StateCache:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return whether a layer, or any layer, has a state."""
-        return any(map(self.states.has, [layer_idx] if layer_idx is not None else {key[0] for key in self.states.kept}))
+        return any(
+            map(self.states.has, [layer_idx] if layer_idx is not None else {key[0] for key in self.states.committed})
+        )
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: a pass keeps only its newest states."""

@@ -298,18 +298,18 @@ class StageSession:
             self._upstream.close(Error(code))
         self.free()
 
-    def _cut(self, truncate: Truncate, keep: int | None = None) -> None:
-        """Take back the positions behind a truncation, and here those from `keep` on, if that is earlier."""
-        keep = truncate.to if keep is None else keep
-        if truncate.to <= self.cursor.accepted and self.cursor.truncate(replace(truncate, to=keep)):
+    def _cut(self, truncate: Truncate, to: int | None = None) -> None:
+        """Take back the positions behind a truncation, and here those from `to` on, if that is earlier."""
+        to = truncate.to if to is None else to
+        if truncate.to <= self.cursor.accepted and self.cursor.truncate(replace(truncate, to=to)):
             self.transcript.end()
             self._codecs.schedule.truncate(truncate.to)
-            self.computed = min(self.computed, keep)
+            self.computed = min(self.computed, to)
             self._downstream.cut(truncate)
             if self.opened.drafts:
-                self._retractions.record(self.cursor.turn, keep)
+                self._retractions.record(self.cursor.turn, to)
             if self.lead is not None:
-                self.lead.cut(keep)
+                self.lead.cut(to)
 
     def _submit(
         self,
