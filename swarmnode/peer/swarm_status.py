@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,10 @@ def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> 
     for this peer. `decisions` are further ones of this peer. Facts are given for peers and units only.
     """
     peer = _peer(host, about)
-    found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
+    subjects = {peer or about}
+    if peer is None or peer.endswith(about):  # a name must not match the ends of other ids
+        subjects.add(about)
+    found = {decision for subject in subjects for decision in host.decisions.about(subject)}
     found |= set(decisions) if peer == host.peer_id else set()
     latest = sorted(found, key=lambda decision: -decision.at)[:MOST]
     return {"facts": list(_facts(host, about, peer)), "decisions": [decision.to_json() for decision in latest]}
@@ -150,8 +153,12 @@ def _peer(host: Host, about: str) -> PeerId | None:
     if not about:
         return host.peer_id
     known = {**host.directory.suspects(), **host.directory.peers()}
-    named = (peer for peer, announced in known.items() if peer.endswith(about) or announced.name == about)
-    return host.peer_id if host.peer_id.endswith(about) else next(named, None)
+    if host.directory.own is not None:
+        known[host.peer_id] = host.directory.own
+    # A name goes before the end of an id: short names end some ids by chance.
+    named = (peer for peer, announced in known.items() if announced.name == about)
+    ended = (peer for peer in (host.peer_id, *known) if peer.endswith(about))
+    return next(chain(named, ended), None)
 
 
 def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
