@@ -312,6 +312,8 @@ UNARY = {
     "neg": "neg",
     "exp": "exp",
     "sqrt": "sqrt",
+    "square": "sqr",
+    "abs": "abs",
 }
 BINARY = {"add": "add", "mul": "mul", "sub": "sub", "div": "div"}
 """ggml's functions of one or two tensors, by the names of torch's operators"""
@@ -337,6 +339,7 @@ class Operators:
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
         self.new_allocator = make("ggml_gallocr_new", p, p)
         self.free_allocator = make("ggml_gallocr_free", None, p)
+        self.reserve = make("ggml_gallocr_reserve", c_bool, p, p)
         self.allocate = make("ggml_gallocr_alloc_graph", c_bool, p, p)
         self.allocated_bytes = make("ggml_gallocr_get_buffer_size", size, p, c_int)
         names = (*UNARY.values(), *BINARY.values(), "gelu", "gelu_erf", "gelu_quick")

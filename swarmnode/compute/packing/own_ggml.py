@@ -1,6 +1,6 @@
 """Another build of ggml than the wheel's: the owner chooses it by an environment variable, and it is tried before it is used.
 
-`ggml_trial.py` is what the trial computes.
+`ggml_graph.py` has what the trial computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PACKAGE, OWN_BUILD = "xllamacpp", "SWARMNODE_GGML"
 """Package with a build of ggml, and the environment variable with the path of another one"""
 TRIED = "_SWARMNODE_GGML_TRIED"
 """Environment variable of the process that tries a build"""
-TRIAL, MAX_TOLD_CHARS = "swarmnode.compute.packing.ggml_trial", 200
+TRIAL, MAX_TOLD_CHARS = "swarmnode.compute.packing.ggml_graph", 200
 LIBRARIES, TRIAL_S = ("ggml-base", "ggml-cpu", "ggml"), 120.0
 
 
@@ -41,7 +41,7 @@ def load_own(path: Path, load: Callable[[Sequence[Path]], L]) -> L:
     if not files or not files[0].is_file():
         why = f"there is no library {start}{LIBRARIES[1]}"
     elif not os.environ.get(TRIED):
-        program = f"from {TRIAL} import try_products; try_products()"
+        program = f"from {TRIAL} import try_build; try_build()"
         try:
             tried = subprocess.run(
                 [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],

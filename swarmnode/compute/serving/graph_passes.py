@@ -23,9 +23,10 @@ from torch import Tensor
 
 from swarmnode.compute.executor import forget_traceback
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, Windows
 from swarmnode.compute.serving.span_graph import SpanGraph
-from swarmnode.compute.serving.span_trace import CannotBeLowered, SpanTrace, trace_span
+from swarmnode.compute.serving.span_trace import SpanTrace, trace_span
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.metrics.machine import cpu_seconds
 
@@ -240,7 +241,7 @@ def _try(
         graph, results = SpanGraph(trace, rows, count, count, span.dtype), []
         for first in range(0, total - count + 1, count)[:TRIED_PASSES]:
             part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
-            y = graph.run(cohort, part.contiguous())
+            y = graph.run(cohort, part.contiguous(), is_checked=True)
             cohort.advance(dict.fromkeys(cohort.members, count))
             if y is not None:
                 results.append(y)

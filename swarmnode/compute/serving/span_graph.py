@@ -10,11 +10,11 @@ these buffers under a mask. So a graph serves all cohorts of its number of rows,
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,23 +24,21 @@ from swarmnode.compute.packing.ggml import (
     BUFFER_AT,
     DATA_AT,
     EXTRA_AT,
-    FORMATS,
     SIZES_AT,
     STRIDES_AT,
     UNARY,
     InitParams,
-    Operators,
     address_at,
     aligned,
     library,
     numbers_at,
 )
+from swarmnode.compute.packing.ggml_graph import F16, F32, NUMBERS, CannotBeLowered, GraphTensors, GraphValue
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.span_trace import (
     CONSTANT,
     LATE,
-    CannotBeLowered,
     Operation,
     SpanTrace,
     activation,
@@ -48,37 +46,11 @@ from swarmnode.compute.serving.span_trace import (
     reachable,
     sizes_of,
 )
+from swarmnode.compute.serving.torch_steps import TorchStep
 
-F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
-NUMBERS = {
-    torch.float32: F32,
-    torch.float16: F16,
-    torch.bfloat16: FORMATS["BF16"].number,
-    torch.int32: I32,
-    torch.int64: I64,
-}
 NEOX = 2  # ggml's rotary embedding of halves
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
-
-
-@functools.cache
-def _operators() -> Operators:
-    """Return ggml's functions that make nodes. Raises CannotBeLowered if the library lacks one."""
-    ggml = library()
-    if ggml is None:
-        raise CannotBeLowered("ggml is missing")
-    try:
-        return Operators(ggml)
-    except AttributeError as error:
-        raise CannotBeLowered(f"this build of ggml lacks a function: {error}") from None
-
-
-class _Value(NamedTuple):
-    """Result in a graph: a contiguous tensor of ggml, and its view as torch would have it, without memory."""
-
-    base: int
-    view: Tensor
 
 
 class _Follower(NamedTuple):
@@ -92,21 +64,24 @@ class _Follower(NamedTuple):
     row: int
 
 
-class SpanGraph:
+class SpanGraph(GraphTensors):
     """Graph of a span for `rows` rows and `count` positions; the last `kept` ones of each row have logits.
 
-    Raises CannotBeLowered if ggml has no counterpart for an operation.
+    What ggml has no counterpart for splits it: torch computes that between two graphs.
+
+    Raises CannotBeLowered if torch cannot compute such an operation position by position.
     """
 
     def __init__(self, trace: SpanTrace, rows: int, count: int, kept: int, dtype: torch.dtype) -> None:
         ggml = library()
         assert ggml is not None
-        self._ggml, self._make = ggml, _operators()
+        parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
+        nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
+        super().__init__(ggml, nodes)
         self._trace, self._dtype = trace, dtype
         self.rows, self.count = rows, count
         self._sizes = sizes_of(rows, count, kept)
-        self._alive: list[Any] = []
-        self._values: dict[Operation, _Value] = {}
+        self._values: dict[Operation, GraphValue] = {}
         self._followers: list[_Follower] = []
         self._shapes: dict[int, list[tuple[int, int]]] = {}  # heads and width of a layer's keys, and of its values
         # Columns that are written, and masks of parts of the queries, by the window of attention.
@@ -115,36 +90,40 @@ class SpanGraph:
         self._columns: dict[int | None, tuple[int, Tensor]] = {}
         self._positions: tuple[int, Tensor] | None = None
         self._bound: Callable[[], Cohort | None] = lambda: None
-        self._views: dict[Any, int] = {}
         self._allocator: int | None = None
-        parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
-        nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
-        size = nodes * self._ggml.tensor_overhead() + self._make.overhead(nodes, False)
-        self._context = ggml.init(InitParams(size, None, True))
-        self._graph = ggml.new_graph(self._context, nodes, False)
-        for operation in trace.operations:
-            if operation.stage == LATE:
-                if ggml.used_bytes(self._context) > size - (32 + 6 * parts) * ggml.tensor_overhead():
+        self._graph = 0
+        self._graphs: list[int] = []
+        self._steps: list[TorchStep] = []
+        self._shared: dict[Operation, Tensor] = {}  # values that a graph and something else use
+        left = [operation for operation in trace.operations if operation.stage == LATE]
+        while left or not self._graphs:
+            self._graphs.append(self._new_graph(nodes))
+            later: dict[Operation, bool] = {}  # what waits for torch; whether torch computes it next
+            for operation in left:
+                if ggml.used_bytes(self._context) > self._size - (32 + 6 * parts) * ggml.tensor_overhead():
                     raise CannotBeLowered("it needs more nodes than were expected")  # ggml would end the process
-                self._lower(operation)
-                if operation in trace.between and dtype != torch.float32:
+                if any(each in later for each in operation.needs()):
+                    later[operation] = False
+                elif not self._lower(operation):
+                    later[operation] = True
+                elif operation in trace.between and dtype != torch.float32:
                     self._values[operation] = self._rounded(self._values[operation])
-        self._result: _Value | None = None
+            left = self._add_step(later)
+        self._result: GraphValue | None = None
         if trace.result is not None:
-            if trace.result not in self._values:
-                raise CannotBeLowered("it computes nothing but a look-up")
-            self._result = self._contiguous(self._values[trace.result])
-            self._out = self._result.base
-            if self._views.get(("made", self._out)) is None:
-                raise CannotBeLowered("its result is an input")
+            result = self._contiguous(self._value(trace.result))
+            if self._views.get(("made", result.base)) is None:  # torch's, or an input's
+                result = self._node(self._make.cont(self._context, result.base), result.view)
+            self._result, self._out = result, result.base
             self._out_at = address_at(self._out + DATA_AT)
             self._out_memory = aligned(4 * self._result.view.numel())
             self._out_at.value = self._out_memory.data_ptr()
             ggml.expand(self._graph, self._out)
         self._allocator = self._make.new_allocator(self._make.cpu_memory())
-        if not self._make.allocate(self._allocator, self._graph):
-            raise CannotBeLowered("there is no memory for its values")
-        self.nbytes = size + self._make.allocated_bytes(self._allocator, 0)
+        for allocate in (self._make.reserve, self._make.allocate):  # all graphs use the same memory, one after another
+            if not all(allocate(self._allocator, graph) for graph in self._graphs):
+                raise CannotBeLowered("there is no memory for its values")
+        self.nbytes = self._size + self._make.allocated_bytes(self._allocator, 0)
         read = reachable([operation for operation, _ in self._early])
         self._reads_mask = trace.inputs["mask"] in read
         self._views.clear()
@@ -153,114 +132,108 @@ class SpanGraph:
     def __del__(self) -> None:
         if getattr(self, "_allocator", None):
             self._make.free_allocator(self._allocator)
-        if getattr(self, "_context", None):
-            self._ggml.free(self._context)
+        super().__del__()
 
     # -- building
 
-    def _leaf(self, memory: Tensor, shape: Sequence[int] | None = None, number: int | None = None) -> int:
-        """Return a tensor of ggml at a torch tensor's memory, which stays alive."""
-        shape = tuple(memory.shape) if shape is None else shape
-        sizes = (*reversed(shape), 1, 1, 1, 1)[:4]
-        number = NUMBERS[memory.dtype] if number is None else number
-        tensor: int = self._ggml.new_tensor_4d(self._context, number, *sizes)
-        address_at(tensor + DATA_AT).value = memory.data_ptr()
-        self._alive.append(memory)
-        return tensor
+    def _new_graph(self, nodes: int) -> int:
+        context = self._ggml.init(InitParams(self._make.overhead(nodes, False), None, True))
+        self._contexts.append(context)
+        self._graph = self._ggml.new_graph(context, nodes, False)
+        return self._graph
 
-    def _node(self, tensor: int, view: Tensor) -> _Value:
-        self._views["made", tensor] = tensor
-        return _Value(tensor, view)
+    def _add_step(self, later: Mapping[Operation, bool]) -> list[Operation]:
+        """End a graph with what torch computes behind it, and return the operations that are left. Values of the graph that are
+        needed afterwards get memory of their own."""
+        if not later:
+            return []
+        step = [operation for operation, is_next in later.items() if is_next]
+        whole = next((operation for operation in step if operation.is_whole), None)
+        step = step if whole is None else [whole]
+        left = [operation for operation in later if operation not in step]
+        needed = {each for operation in later for each in operation.needs()} | {self._trace.result}
+        for operation, value in list(self._values.items()):
+            if operation.stage != LATE or operation in self._shared or operation.name == "write":
+                continue
+            if operation in needed:
+                own = self._node(self._make.cont(self._context, self._tensor(value)), value.view).base
+                memory = aligned(4 * value.view.numel()).view(torch.float32).view(value.view.shape)
+                address_at(own + DATA_AT).value = memory.data_ptr()
+                self._ggml.expand(self._graph, own)
+                self._share(operation, memory)
+            else:
+                del self._values[operation]
+        read = {each for operation in left for each in operation.needs()} | {self._trace.result}
+        outputs = [operation for operation in step if operation in read]
+        self._steps.append(TorchStep(self._trace, step, outputs, self._sizes))
+        for operation in outputs:
+            if operation.value.is_floating_point():
+                shape = filled(operation.shape, lambda size: self._sizes[size.name])
+                self._share(operation, aligned(4 * math.prod(shape)).view(torch.float32).view(shape))
+        return left
 
-    def _value(self, item: Operation) -> _Value:
+    def _share(self, operation: Operation, memory: Tensor) -> None:
+        self._shared[operation] = memory
+        self._values[operation] = GraphValue(self._leaf(memory), torch.empty(memory.shape, device="meta"))
+
+    def _value(self, item: Operation) -> GraphValue:
         """Return an operation's result in the graph: an input or a constant that is needed for the first time is added to it."""
         if item not in self._values:
             if item.stage == LATE:
                 raise CannotBeLowered(f"ggml does not compute {item.name}")
             if item.stage == CONSTANT:
                 value = item.value.float().contiguous()
-                tensor = self._leaf(value, (value.numel(),) if value.dim() > 4 else None)
+                tensor = self._leaf(value)
             else:
                 shape = filled(self._shape_of(item), lambda size: self._sizes[size.name])
                 value = aligned(4 * math.prod(shape)).view(torch.float32).view(shape)
                 tensor = self._leaf(value)
                 self._early.append((item, value))
-            self._values[item] = _Value(tensor, torch.empty(value.shape, device="meta"))
+            self._values[item] = GraphValue(tensor, torch.empty(value.shape, device="meta"))
         return self._values[item]
 
     def _shape_of(self, item: Operation) -> tuple[int, ...]:
         """Return the shape of an early operation's result: computed once with zeros."""
         rows, count = self.rows, self.count
-        given = self._given(torch.zeros(rows, count, dtype=torch.int64), torch.zeros(rows, count, dtype=torch.int64))
-        return tuple(self._trace.early([item], given, self._sizes)[0].shape)
-
-    def _given(self, x: Tensor, positions_RT: Tensor) -> dict[str, Tensor]:
         x_of = self._trace.inputs["x"].value
-        if x_of.is_floating_point() and not x.is_floating_point():
-            x = torch.zeros(self.rows, self.count, x_of.shape[-1])
-        mask = torch.ones(self.rows, int(positions_RT.max()) + 1, dtype=torch.int64)
-        return {"x": x, "positions": positions_RT, "mask": mask}
+        zeros_RT = torch.zeros(rows, count, dtype=torch.int64)
+        x = torch.zeros(rows, count, x_of.shape[-1]) if x_of.is_floating_point() else zeros_RT
+        values = {"x": x, "positions": zeros_RT, "mask": torch.ones(rows, 1, dtype=torch.int64)}
+        known = {self._trace.inputs[name]: value for name, value in values.items()}
+        return tuple(self._trace.computed([item], known, self._sizes)[0].shape)
 
-    def _tensor(self, value: _Value, view: Tensor | None = None) -> int:
-        """Return a tensor of ggml with the sizes and strides of a view of a value (default: its own)."""
-        view = value.view if view is None else view
-        key = value.base, tuple(view.shape), tuple(view.stride()), view.storage_offset()
-        if key not in self._views:
-            if view.dim() > 4:
-                view = _merged(view)
-            if view.dim() and view.shape[-1] > 1 and view.stride(-1) != 1:
-                raise CannotBeLowered("a view of it goes through memory in steps")
-            sizes = (*reversed(view.shape), 1, 1, 1, 1)[:4]
-            strides = [4 * stride for stride in reversed(view.stride())][1:]
-            while len(strides) < 3:
-                strides.append(strides[-1] * sizes[len(strides)] if strides else 4 * sizes[0])
-            own = list(numbers_at(value.base + SIZES_AT)), list(numbers_at(value.base + STRIDES_AT))[1:]
-            if own == (list(sizes), strides) and not view.storage_offset():
-                self._views[key] = value.base
-            else:
-                offset = 4 * view.storage_offset()
-                self._views[key] = self._make.view(self._context, value.base, *sizes, *strides, offset)
-        return self._views[key]
-
-    def _contiguous(self, value: _Value) -> _Value:
-        """Return the value with its elements one after the other."""
-        if value.view.is_contiguous() and not value.view.storage_offset():
-            return value
-        tensor = self._make.cont(self._context, self._tensor(value))
-        return self._node(tensor, torch.empty(value.view.shape, device="meta"))
-
-    def _in_rows(self, value: _Value) -> tuple[int, Tensor]:
-        """Return a value in the order of its memory, as (rows, last dimension) if it is dense, and the view of a result of the
-        same layout."""
-        view = value.view
-        strides = view.stride()
-        order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], dim))
-        lying = view.permute(order)
-        if view.dim() and order[-1] == view.dim() - 1 and lying.is_contiguous():
-            flat = lying.view(-1, lying.shape[-1])
-            like = torch.empty(lying.shape, device="meta").permute([order.index(dim) for dim in range(view.dim())])
-            return self._tensor(value, flat), like
-        return self._tensor(value), torch.empty(view.shape, device="meta")
-
-    def _lower(self, operation: Operation) -> None:
-        """Add an operation to the graph. Raises CannotBeLowered if ggml has no counterpart."""
+    def _lower(self, operation: Operation) -> bool:
+        """Add an operation to the graph. Returns False if ggml has no counterpart."""
         special = getattr(self, f"_lower_{operation.name}", None)
-        if special is not None:
-            self._values[operation] = special(operation)
-        elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):
-            self._values[operation] = self._lower_view(operation)
-        elif operation.name in UNARY and operation.function is not None:
-            self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
-        elif operation.name in BINARY:
-            self._values[operation] = self._binary(operation)
-        # Another operation without counterpart is refused by the one that reads it.
+        tensors = [operation, *operation.needs()]
+        if (
+            any(isinstance(each.value, Tensor) and not each.value.is_floating_point() for each in tensors)
+            or operation.is_whole
+        ):
+            return False
+        try:
+            if special is not None:
+                self._values[operation] = special(operation)
+            elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):
+                self._values[operation] = self._lower_view(operation)
+            elif operation.name in UNARY:
+                self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
+            elif operation.name in BINARY:
+                self._values[operation] = self._binary(operation)
+            else:
+                return False
+        except CannotBeLowered:
+            if operation.function is None:
+                raise
+            return False
+        return True
 
-    def _rounded(self, value: _Value) -> _Value:
+    def _rounded(self, value: GraphValue) -> GraphValue:
         """Return a value in float32 that is rounded to the model's number format."""
         tensor = self._make.cast(self._context, self._contiguous(value).base, NUMBERS[self._dtype])
         return self._node(self._make.cast(self._context, tensor, F32), torch.empty(value.view.shape, device="meta"))
 
-    def _lower_view(self, operation: Operation) -> _Value:
+    def _lower_view(self, operation: Operation) -> GraphValue:
         inputs = operation.inputs[1:]
         value = self._value(operation.inputs[0])
         rest = filled(inputs, lambda size: self._sizes[size.name])
@@ -273,15 +246,17 @@ class SpanGraph:
             except RuntimeError:
                 continue
             view = found if operation.pick is None else found[operation.pick]
+            if view.dim() and view.shape[-1] > 1 and view.stride(-1) != 1:
+                continue  # ggml's rows are dense
             if view.untyped_storage()._cdata == value.view.untyped_storage()._cdata:
-                return _Value(value.base, view)
+                return GraphValue(value.base, view)
         raise CannotBeLowered(f"ggml does not compute {operation.name}")
 
-    def _unary(self, name: str, item: Operation) -> _Value:
+    def _unary(self, name: str, item: Operation) -> GraphValue:
         tensor, view = self._in_rows(self._value(item))
         return self._node(self._make.by_name[name](self._context, tensor), view)
 
-    def _lower_pow(self, operation: Operation) -> _Value:
+    def _lower_pow(self, operation: Operation) -> GraphValue:
         x, exponent = operation.inputs
         if exponent not in (2, 3):
             raise CannotBeLowered(f"ggml does not compute a power of {exponent}")
@@ -291,14 +266,14 @@ class SpanGraph:
             power = self._make.by_name["mul"](self._context, power, tensor)
         return self._node(power, view)
 
-    def _lower_gelu(self, operation: Operation) -> _Value:
+    def _lower_gelu(self, operation: Operation) -> GraphValue:
         return self._unary(activation(operation), operation.inputs[0])
 
-    def _lower_rms_norm(self, operation: Operation) -> _Value:
+    def _lower_rms_norm(self, operation: Operation) -> GraphValue:
         tensor, view = self._in_rows(self._value(operation.inputs[0]))
         return self._node(self._make.rms_norm(self._context, tensor, operation.inputs[1]), view)
 
-    def _lower_layer_norm(self, operation: Operation) -> _Value:
+    def _lower_layer_norm(self, operation: Operation) -> GraphValue:
         given = operation.inputs
         x, shape, weight, bias, epsilon = (*given, *(None, None, None, None, 1e-5)[len(given) :])[:5]
         if len(shape) != 1:
@@ -310,7 +285,7 @@ class SpanGraph:
                 tensor = self._make.by_name[name](self._context, tensor, self._tensor(self._value(part)))
         return self._node(tensor, view)
 
-    def _lower_gated(self, operation: Operation) -> _Value:
+    def _lower_gated(self, operation: Operation) -> GraphValue:
         gate, up, name = operation.inputs
         one, other = self._value(gate), self._value(up)
         if one.view.stride() != other.view.stride():
@@ -318,7 +293,7 @@ class SpanGraph:
         (tensor, view), (up_tensor, _) = self._in_rows(one), self._in_rows(other)
         return self._node(self._make.gated[name](self._context, tensor, up_tensor), view)
 
-    def _binary(self, operation: Operation) -> _Value:
+    def _binary(self, operation: Operation) -> GraphValue:
         name = BINARY[operation.name]
         x, y = operation.inputs[:2]
         if operation.options.get("alpha", (*operation.inputs, 1)[2] if len(operation.inputs) > 2 else 1) != 1:
@@ -353,7 +328,7 @@ class SpanGraph:
         tensor = function(self._context, self._tensor(one), self._tensor(other, wide))
         return self._node(tensor, torch.empty(shape, device="meta"))
 
-    def _lower_cat(self, operation: Operation) -> _Value:
+    def _lower_cat(self, operation: Operation) -> GraphValue:
         parts, dim = (*operation.inputs, 0)[:2]
         values = [self._value(part) for part in parts]
         dims = values[0].view.dim()
@@ -365,7 +340,7 @@ class SpanGraph:
         shape[dim] = sum(value.view.shape[dim] for value in values)
         return self._node(tensor, torch.empty(shape, device="meta"))
 
-    def _lower_rope(self, operation: Operation) -> _Value:
+    def _lower_rope(self, operation: Operation) -> GraphValue:
         x, rope = operation.inputs
         value = self._value(x)
         rows, heads, count, width = value.view.shape
@@ -373,7 +348,7 @@ class SpanGraph:
         try:
             flat = x_BTHD.view(rows * count, heads, width)
         except RuntimeError:
-            value = self._contiguous(_Value(value.base, x_BTHD))
+            value = self._contiguous(GraphValue(value.base, x_BTHD))
             flat = value.view.view(rows * count, heads, width)
         if self._positions is None:
             positions_N = torch.zeros(rows * count, dtype=torch.int32)
@@ -391,7 +366,7 @@ class SpanGraph:
         )
         return self._node(tensor, torch.empty(rows, count, heads, width, device="meta").transpose(1, 2))
 
-    def _lower_product(self, operation: Operation) -> _Value:
+    def _lower_product(self, operation: Operation) -> GraphValue:
         x, matrix = operation.inputs
         assert isinstance(matrix, GgmlMatrix)
         value = self._contiguous(self._value(x))
@@ -407,7 +382,7 @@ class SpanGraph:
         tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
         return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
 
-    def _lower_linear(self, operation: Operation) -> _Value:
+    def _lower_linear(self, operation: Operation) -> GraphValue:
         x, weight, bias = (*operation.inputs, None)[:3]
         if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
             raise CannotBeLowered("it multiplies with a matrix that is no weight")
@@ -419,7 +394,7 @@ class SpanGraph:
             tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
         return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
 
-    def _lower_write(self, operation: Operation) -> _Value:
+    def _lower_write(self, operation: Operation) -> GraphValue:
         keys, values, layer = operation.inputs
         window = self._trace.windows.get(layer)
         if window not in self._columns:
@@ -435,7 +410,7 @@ class SpanGraph:
             tensor = self._make.set_rows(self._context, buffer, self._tensor(value), columns)
             self._ggml.expand(self._graph, tensor)
             self._followers += [_Follower(each, layer, which, (COLUMN, HEAD, ROW), 0) for each in (buffer, tensor)]
-        return _Value(0, torch.empty(0, device="meta"))
+        return GraphValue(0, torch.empty(0, device="meta"))
 
     def _placeholder(self) -> int:
         """Return an address for tensors that have none yet, so that ggml gives them no memory."""
@@ -445,7 +420,7 @@ class SpanGraph:
             self._views["placeholder",] = memory.data_ptr()
         return self._views["placeholder",]
 
-    def _lower_attention(self, operation: Operation) -> _Value:
+    def _lower_attention(self, operation: Operation) -> GraphValue:
         query, write = operation.inputs
         layer = write.inputs[2]
         value = self._value(query)
@@ -460,7 +435,7 @@ class SpanGraph:
             try:
                 q = q_BTHD.view(rows, count, heads, width)
             except RuntimeError:
-                value = self._contiguous(_Value(value.base, q_BTHD))
+                value = self._contiguous(GraphValue(value.base, q_BTHD))
                 q = value.view.view(rows, count, heads, width)
             if rows * count == 1:
                 # A lone query's columns would be shared out among threads: so its heads are rows.
@@ -510,9 +485,12 @@ class SpanGraph:
 
     # -- running
 
-    def run(self, cohort: Cohort, x: Tensor, most_threads: int | None = None) -> Tensor | None:
+    def run(
+        self, cohort: Cohort, x: Tensor, most_threads: int | None = None, *, is_checked: bool = False
+    ) -> Tensor | None:
         """Compute a pass of the cohort, which writes behind its end. Returns the result, None if there is none.
 
+        `is_checked` looks whether what torch computes of it is the same for all positions at once: else it raises CannotBeLowered.
         Raises RuntimeError if ggml fails.
         """
         if self._bound() is not cohort:
@@ -520,13 +498,14 @@ class SpanGraph:
         positions_RT = cohort.position_ids(self.count)
         if self._positions is not None:
             self._positions[1].copy_(positions_RT.reshape(-1))
-        given = {"x": x, "positions": positions_RT}
+        inputs = self._trace.inputs
+        values = {inputs["x"]: x, inputs["positions"]: positions_RT}
         if self._reads_mask:
             mask_RC = cohort.attention_mask(self.count)
             ones = torch.ones(self.rows, cohort.end + self.count, dtype=torch.int64) if mask_RC is None else mask_RC
-            given["mask"] = ones
-        values = self._trace.early([operation for operation, _ in self._early], given, self._sizes)
-        for (_, memory), value in zip(self._early, values, strict=True):
+            values[inputs["mask"]] = ones
+        early = self._trace.computed([operation for operation, _ in self._early], values, self._sizes)
+        for (_, memory), value in zip(self._early, early, strict=True):
             memory.copy_(value)
         queries_T1 = torch.arange(cohort.end, cohort.end + self.count)[:, None]
         for window, (_, columns_T) in self._columns.items():
@@ -548,7 +527,15 @@ class SpanGraph:
             result = torch.empty(self._result.view.shape)
             self._out_at.value = result.data_ptr()
         cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
-        threads().compute_graph(self._graph, most_threads)
+        values.update(self._shared)
+        for graph, step in itertools.zip_longest(self._graphs, self._steps):
+            threads().compute_graph(graph, most_threads)
+            if step is not None:
+                step.run(cohort, values, is_checked=is_checked)
+                for operation in step.outputs:
+                    if operation in self._shared:
+                        self._shared[operation].copy_(values[operation])
+                        values[operation] = self._shared[operation]
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:
@@ -578,11 +565,3 @@ class SpanGraph:
                 by_query = 2 * columns
                 numbers_at(tensor + STRIDES_AT)[1:4] = [by_query, by_query * beside, by_query * beside]
         self._bound = weakref.ref(cohort)
-
-
-def _merged(view: Tensor) -> Tensor:
-    """Return a view with at most four dimensions. Raises CannotBeLowered if none has the same elements."""
-    try:
-        return view.flatten(0, view.dim() - 4) if view.is_contiguous() else view.view(-1, *view.shape[-3:])
-    except RuntimeError:
-        raise CannotBeLowered("a view of it has more than four dimensions") from None

@@ -5,7 +5,8 @@ sets of sizes. An integer that is the same in both is a constant; another one mu
 
 Patterns of operations that ggml has as one node (norms, rotary embeddings, gated activations) become one operation.
 
-Operations that need products or attention are `LATE`: a graph of ggml computes them (`span_graph.py`). Those that need positions or
+Operations that need products or attention are `LATE`: graphs of ggml compute them (`span_graph.py`), or torch between two graphs
+(`torch_steps.py`). Those that need positions or
 sizes only are `EARLY`, such as rotary angles: torch computes them if the graph needs them. All others are constants.
 """
 
@@ -21,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import AttentionCache, Windows
-from swarmnode.compute.serving.flat_program import REFUSED
 
 T = TypeVar("T")
 
@@ -32,14 +33,11 @@ COPIES = frozenset(
     {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "type_as", "float", "dropout", "lift_fresh"}
 )
 """Operators that give their first argument's values: the graph computes in float32, and writes over nothing"""
+REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 INPLACE = frozenset({"add_", "mul_", "sub_", "div_", "clamp_", "triu_", "tril_", "fill_", "neg_", "masked_fill_"})
 CHECKED_POSITIONS = (0, 1, 2, 3, 5, 17, 64, 251, 1023, 4095)
 ANGLES = 2e-3  # most that a rotary embedding's cosine may differ: float32 rounds the angle of position 4,095 so
 LONG_PAST = 8200  # columns before the second recorded pass: more than the chunks of attention in chunks
-
-
-class CannotBeLowered(Exception):
-    """The graph has no counterpart for something that the model computes: the span stays on torch's way."""
 
 
 class OpenSize(NamedTuple):
@@ -71,6 +69,8 @@ class Operation:
     """Recorded operation. `inputs` are its arguments: operations stand for tensors there, and `OpenSize` for open integers.
 
     `pick` chooses among several results. `value` is the result of the first recorded pass: for constants it is the value itself.
+    `shape` is the value's, with names for open integers. An operation that `is_whole` is computed by torch, for all rows at once:
+    its function gets the pass's cohort before the inputs.
     """
 
     name: str
@@ -81,6 +81,8 @@ class Operation:
     pick: int | None = None
     is_view: bool = False
     stage: int = CONSTANT
+    is_whole: bool = False
+    shape: tuple[int | OpenSize, ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.name}{tuple(self.value.shape) if isinstance(self.value, Tensor) else ''}"
@@ -250,6 +252,13 @@ class _Recording(TorchDispatchMode):
         value = self._paused(lambda: torch.zeros(len(x_RI), matrix.outputs))
         return self._result(Operation("product", None, (self.of(x_RI), matrix), value=value, stage=LATE), value)
 
+    def by_torch(self, name: str, function: Callable[..., Tensor], inputs: Sequence[Any], like: Tensor) -> Tensor:
+        """Record that torch computes function(cohort, *inputs) between two graphs, and return a tensor that stands for the result,
+        which has the shape and dtype of `like`. The function must give a position the same bits in any company."""
+        value = self._paused(lambda: torch.zeros_like(like))
+        inputs = self._ref(tuple(inputs))
+        return self._result(Operation(name, function, inputs, value=value, stage=LATE, is_whole=True), value)
+
     def write(self, layer: int, keys: Tensor, values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Record that a layer's cache takes keys and values. Returns tensors that stand for all of its columns."""
         write = Operation("write", None, (self.of(keys), self.of(values), layer), value=(keys, values), stage=LATE)
@@ -308,22 +317,22 @@ class SpanTrace:
         left += [] if self.result is None else [self.result]
         return reachable(left, stop)
 
-    def early(self, wanted: Sequence[Operation], given: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return the values of operations that torch computes, for the inputs of a pass. Parts in common are computed once."""
-        known: dict[Operation, Any] = {self.inputs[name]: value for name, value in given.items() if name in self.inputs}
+    def computed(self, wanted: Sequence[Any], known: Mapping[Operation, Tensor], sizes: Mapping[str, int]) -> list[Any]:
+        """Return the values of operations that torch computes, from those that are known. Parts in common are computed once."""
+        values: dict[Operation, Any] = dict(known)
 
         def value_of(item: Any) -> Any:
             if isinstance(item, OpenSize):
                 return sizes[item.name]
-            if item not in known:
+            if item not in values:
                 if item.function is None or item.stage == CONSTANT:
-                    known[item] = item.value
+                    values[item] = item.value
                 else:
                     result = item.function(*filled(item.inputs, value_of), **filled(item.options, value_of))
-                    known[item] = result if item.pick is None else result[item.pick]
-            return known[item]
+                    values[item] = result if item.pick is None else result[item.pick]
+            return values[item]
 
-        return [value_of(operation) for operation in wanted]
+        return [filled(item, value_of) for item in wanted]
 
 
 @torch.inference_mode()
@@ -335,7 +344,8 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
     longest = max((window.size for window in windows.values()), default=0)
     passes = []
     for rows, count, kept, past in ((2, 5, 3, longest + 90), (3, 11, 4, max(longest, LONG_PAST) + 203)):
-        sizes = sizes_of(rows, count, kept, past)
+        most = past if span.position_limit is None else span.position_limit - count  # a table has no more positions
+        sizes = sizes_of(rows, count, kept, min(past, most))
         passes.append((_record(span, start, end, windows, sizes, is_empty=is_empty), sizes))
     first_trace, first_sizes = passes[0]
     second_trace, second_sizes = passes[1]
@@ -369,6 +379,8 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
             other.options["mask"] = operation.options["mask"] = None
         operation.inputs = joined(operation.inputs, other.inputs)
         operation.options = joined(operation.options, other.options)
+        if isinstance(operation.value, Tensor):
+            operation.shape = joined(tuple(operation.value.shape), tuple(other.value.shape))
         if operation.function is not None or not operation.stage:
             before = [each.stage for each in operation.needs()]
             if any(stage >= INPUT for stage in before):
@@ -379,7 +391,8 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
         if operation.name == "embedding" and operation.stage < INPUT:
             operation.stage = INPUT
     for operation in first_trace.needed(lambda _: False):
-        if UNKNOWN in _parts((operation.inputs, operation.options), OpenSize):
+        names = {size.name for size in _parts((operation.inputs, operation.options), OpenSize)}
+        if UNKNOWN.name in names or (operation.stage == LATE and not names.isdisjoint(("P", "P+T"))):
             raise CannotBeLowered(f"{operation.name} depends on more than the numbers of rows and positions")
     for operation in first:
         if operation.stage != CONSTANT and isinstance(operation.value, Tensor):
@@ -473,11 +486,12 @@ def _fuse(trace: SpanTrace) -> None:
                     continue
                 epsilon = _mean_square_of(other, x)
                 if epsilon is not None:
-                    operation.name, operation.inputs = "rms_norm", (x, epsilon)
+                    operation.name, operation.inputs, operation.function = "rms_norm", (x, epsilon), None
                     break
                 name = activation(x)
                 if name and other.stage == LATE and x.inputs[0].value.shape == other.value.shape:
                     operation.name, operation.inputs = "gated", (x.inputs[0], other, name)
+                    operation.function = None
                     break
         elif operation.name == "add" and len(operation.inputs) == 2:
             _fuse_rope(trace, operation, ropes)
@@ -527,7 +541,7 @@ def _fuse_rope(trace: SpanTrace, operation: Operation, ropes: dict[Any, Rope | N
         if tables not in ropes:
             ropes[tables] = _rope_of(trace, *tables)  # type: ignore[arg-type]
         if ropes[tables] is not None:
-            operation.name, operation.inputs = "rope", (x, ropes[tables])
+            operation.name, operation.inputs, operation.function = "rope", (x, ropes[tables]), None
             return
 
 
@@ -558,9 +572,10 @@ def _is_slice(part: Operation, x: Operation, first: int, end: int) -> bool:
 def _rope_of(trace: SpanTrace, cos: Operation, sin: Operation) -> Rope | None:
     """Return the rotary embedding whose cosines and sines (B, T, D) torch computes; None if they are something else."""
     positions_RT = torch.tensor([CHECKED_POSITIONS])
-    given = {"positions": positions_RT, "mask": torch.ones(1, positions_RT.shape[1], dtype=torch.int64)}
+    mask_RC = torch.ones(1, positions_RT.shape[1], dtype=torch.int64)
+    inputs = {trace.inputs["positions"]: positions_RT, trace.inputs["mask"]: mask_RC}
     sizes = sizes_of(1, positions_RT.shape[1], 1)
-    cos_TD, sin_TD = (table_BTD[0].double() for table_BTD in trace.early([cos, sin], given, sizes))
+    cos_TD, sin_TD = (table_BTD[0].double() for table_BTD in trace.computed([cos, sin], inputs, sizes))
     width = cos_TD.shape[-1] // 2
     factor = float(cos_TD[0, 0])
     inverse_D = torch.atan2(sin_TD[1, :width], cos_TD[1, :width])

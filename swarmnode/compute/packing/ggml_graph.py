@@ -1,0 +1,186 @@
+"""Values of graphs of ggml, with the views of them that torch would have, and the trial of a build of ggml.
+
+ggml's tensors have four dimensions, and their rows are dense. A value is a contiguous tensor of ggml with a view of torch's on
+it, on the meta device: so torch itself says what a view's sizes and strides are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.ggml import (
+    DATA_AT,
+    DTYPES,
+    FORMATS,
+    SIZES_AT,
+    STRIDES_AT,
+    InitParams,
+    Library,
+    Operators,
+    address_at,
+    library,
+    numbers_at,
+)
+from swarmnode.compute.packing.ggml_matrix import TRIED_OUTPUTS, TRIED_ROWS, GgmlMatrix
+from swarmnode.errors import LocalError
+
+F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
+NUMBERS = {
+    torch.float32: F32,
+    torch.float16: F16,
+    torch.bfloat16: FORMATS["BF16"].number,
+    torch.int32: I32,
+    torch.int64: I64,
+}
+
+
+class CannotBeLowered(Exception):
+    """The graph has no counterpart for something that the model computes: the span stays on torch's way."""
+
+
+@functools.cache
+def _operators() -> Operators:
+    """Return ggml's functions that make nodes. Raises CannotBeLowered if the library lacks one."""
+    ggml = library()
+    if ggml is None:
+        raise CannotBeLowered("ggml is missing")
+    try:
+        return Operators(ggml)
+    except AttributeError as error:
+        raise CannotBeLowered(f"this build of ggml lacks a function: {error}") from None
+
+
+class GraphValue(NamedTuple):
+    """Result in a graph: a contiguous tensor of ggml, and its view as torch would have it, without memory."""
+
+    base: int
+    view: Tensor
+
+
+class GraphTensors:
+    """Tensors of a graph of ggml, in a context with room for `nodes` of them. Raises CannotBeLowered if ggml lacks a function."""
+
+    def __init__(self, ggml: Library, nodes: int) -> None:
+        self._ggml, self._make = ggml, _operators()
+        self._size = nodes * ggml.tensor_overhead()
+        self._context = ggml.init(InitParams(self._size, None, True))
+        self._contexts = [self._context]
+        self._alive: list[Any] = []
+        self._views: dict[Any, int] = {}
+
+    def __del__(self) -> None:
+        for context in getattr(self, "_contexts", ()):
+            self._ggml.free(context)
+
+    def _leaf(self, memory: Tensor) -> int:
+        """Return a tensor of ggml at a torch tensor's memory, which stays alive. With more than four dimensions it has one."""
+        shape = memory.shape if memory.dim() <= 4 else (memory.numel(),)
+        sizes = (*reversed(shape), 1, 1, 1, 1)[:4]
+        tensor: int = self._ggml.new_tensor_4d(self._context, NUMBERS[memory.dtype], *sizes)
+        address_at(tensor + DATA_AT).value = memory.data_ptr()
+        self._alive.append(memory)
+        return tensor
+
+    def _node(self, tensor: int, view: Tensor) -> GraphValue:
+        self._views["made", tensor] = tensor
+        return GraphValue(tensor, view)
+
+    def _tensor(self, value: GraphValue, view: Tensor | None = None) -> int:
+        """Return a tensor of ggml with the sizes and strides of a view of a value (default: its own)."""
+        view = value.view if view is None else view
+        key = value.base, tuple(view.shape), tuple(view.stride()), view.storage_offset()
+        if key not in self._views:
+            if view.dim() > 4:
+                view = _merged(view)
+            sizes = (*reversed(view.shape), 1, 1, 1, 1)[:4]
+            strides = [4 * stride for stride in reversed(view.stride())][1:]
+            while len(strides) < 3:
+                strides.append(strides[-1] * sizes[len(strides)] if strides else 4 * sizes[0])
+            own = list(numbers_at(value.base + SIZES_AT)), list(numbers_at(value.base + STRIDES_AT))[1:]
+            if own == (list(sizes), strides) and not view.storage_offset():
+                self._views[key] = value.base
+            else:
+                offset = 4 * view.storage_offset()
+                self._views[key] = self._make.view(self._context, value.base, *sizes, *strides, offset)
+        return self._views[key]
+
+    def _contiguous(self, value: GraphValue) -> GraphValue:
+        """Return the value with its elements one after the other."""
+        if value.view.is_contiguous() and not value.view.storage_offset():
+            return value
+        tensor = self._make.cont(self._context, self._tensor(value))
+        return self._node(tensor, torch.empty(value.view.shape, device="meta"))
+
+    def _in_rows(self, value: GraphValue) -> tuple[int, Tensor]:
+        """Return a value in the order of its memory, as (rows, last dimension) if it is dense, and the view of a result of the
+        same layout."""
+        view = value.view
+        strides = view.stride()
+        order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], dim))
+        lying = view.permute(order)
+        if view.dim() and order[-1] == view.dim() - 1 and lying.is_contiguous():
+            flat = lying.view(-1, lying.shape[-1])
+            like = torch.empty(lying.shape, device="meta").permute([order.index(dim) for dim in range(view.dim())])
+            return self._tensor(value, flat), like
+        return self._tensor(value), torch.empty(view.shape, device="meta")
+
+
+def _merged(view: Tensor) -> Tensor:
+    """Return a view with at most four dimensions. Raises CannotBeLowered if none has the same elements."""
+    try:
+        return view.flatten(0, view.dim() - 4) if view.is_contiguous() else view.view(-1, *view.shape[-3:])
+    except RuntimeError:
+        raise CannotBeLowered("a view of it has more than four dimensions") from None
+
+
+# -- trial of a build
+
+
+INPUTS, MOST_LOST = 512, {"exact": 1e-4, "fast": 0.03}
+"""Width of the tried matrices, and the largest share of a product that rounding may take"""
+
+
+def try_build() -> None:
+    """Compare the chosen build's products with those of the values that the package gguf dequantises.
+
+    For a process of its own: it prints the first difference, or why the build cannot be loaded, and ends with 1.
+    """
+    try:
+        wrong = next(filter(None, map(_difference, FORMATS)), "")
+    except LocalError as error:
+        wrong = str(error)
+    if wrong:
+        print(wrong)
+        raise SystemExit(1)
+
+
+def _difference(name: str) -> str:
+    """Return how products of a matrix in the format `name` differ from what they must be; empty if they do not."""
+    import gguf
+
+    form, draw = FORMATS[name], torch.Generator().manual_seed(0)
+    rows_OB = torch.randint(0, 256, (TRIED_OUTPUTS, form.row_bytes(INPUTS)), generator=draw).to(torch.uint8)
+    blocks_NB = rows_OB.view(-1, form.block_bytes)
+    for at in form.scales:
+        blocks_NB[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    if name in DTYPES:
+        rows_OB = torch.randn(TRIED_OUTPUTS, INPUTS, generator=draw).to(DTYPES[name]).view(torch.uint8)
+    elif not form.scales:  # MXFP4: a scale is a power of two
+        blocks_NB[:, 0] = 120
+    values = gguf.dequantize(rows_OB.numpy(), gguf.GGMLQuantizationType[name])
+    weight_OI = torch.from_numpy(np.copy(values)).view(TRIED_OUTPUTS, INPUTS)
+    x_RI = torch.randn(max(TRIED_ROWS), INPUTS, generator=draw)
+    expected_RO = x_RI @ weight_OI.t()
+    for kind, most in MOST_LOST.items():
+        matrix = GgmlMatrix(rows_OB, form, INPUTS, exact=kind == "exact")
+        for count in (1, *TRIED_ROWS):
+            wanted_RO = expected_RO[:count]
+            lost = float((matrix.multiply(x_RI[:count]) - wanted_RO).norm() / wanted_RO.norm())
+            if not lost < most:
+                return f"its {kind} products of {name} with {count} rows are wrong by {lost:.1g} of their size"
+    return ""

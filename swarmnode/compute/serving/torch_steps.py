@@ -1,0 +1,94 @@
+"""Operations that torch computes between two graphs of ggml, as ggml has no counterpart for them.
+
+torch's sums and vector loops give a row other bits beside other rows. So a step computes each position of each row by itself, with
+tensors of the same shapes as for a lone position. An operation that is recorded as a whole (`Operation.is_whole`) gets all rows at
+once, and is responsible for equal bits itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.ggml_graph import CannotBeLowered
+from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.span_trace import (
+    LATE,
+    OpenSize,
+    Operation,
+    SpanTrace,
+    filled,
+    reachable,
+    sizes_of,
+)
+
+ALONE = sizes_of(1, 1, 1)
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # of a position computed alone to the same one among others
+PLACES, LAST_PLACES = ("B", "T", "BT"), ("B", "K", "BK")
+
+
+class TorchStep:
+    """Operations that torch computes for passes of one size; their `sizes` are those of `sizes_of`.
+
+    `inputs` are the operations whose values a step reads: results of graphs, of earlier steps, and inputs of the pass. `outputs`
+    are those that are read elsewhere.
+
+    Raises CannotBeLowered if torch cannot compute them either, or not position by position.
+    """
+
+    def __init__(
+        self, trace: SpanTrace, operations: Sequence[Operation], outputs: Sequence[Operation], sizes: Mapping[str, int]
+    ) -> None:
+        self._trace, self._operations, self.outputs, self._sizes = trace, operations, outputs, sizes
+        own = set(operations)
+        read = reachable(list(operations), lambda each: each.stage == LATE and each not in own) - own
+        self.inputs = [each for each in read if each.stage == LATE or each in trace.inputs.values()]
+        places = {size.name for each in (*self.inputs, *outputs) for size in each.shape if isinstance(size, OpenSize)}
+        if any(operation.function is None for operation in operations):
+            raise CannotBeLowered(f"neither ggml nor torch computes a part of {self!r} by itself")
+        if not operations[0].is_whole and not (places <= set(PLACES) or places <= set(LAST_PLACES)):
+            raise CannotBeLowered(f"torch cannot compute {self!r} position by position")
+        self._count = sizes["K" if places & {"K", "BK"} else "T"]
+
+    def __repr__(self) -> str:
+        return f"TorchStep({', '.join(operation.name for operation in self._operations)})"
+
+    def run(self, cohort: Cohort, values: dict[Operation, Tensor], *, is_checked: bool = False) -> None:
+        """Compute the outputs from the values of all inputs, and add them to `values`.
+
+        `is_checked` compares them with those of all positions at once. Raises CannotBeLowered if these are others, as a position
+        then depends on its company.
+        """
+        first = self._operations[0]
+        if first.is_whole:
+            assert first.function is not None
+            arguments = self._trace.computed(list(first.inputs), values, self._sizes)
+            values[first] = first.function(cohort, *arguments)
+            return
+        results = [
+            torch.empty(filled(each.shape, lambda size: self._sizes[size.name]), dtype=each.value.dtype)
+            for each in self.outputs
+        ]
+        for row in range(self._sizes["B"]):
+            for at in range(self._count):
+                alone = {each: self._at(each, values[each], row, at) for each in self.inputs}
+                for each, result, part in zip(
+                    self.outputs, results, self._trace.computed(self.outputs, alone, ALONE), strict=True
+                ):
+                    self._at(each, result, row, at).copy_(part)
+        values.update(zip(self.outputs, results, strict=True))
+        if is_checked:
+            together = self._trace.computed(self.outputs, {each: values[each] for each in self.inputs}, self._sizes)
+            for each, result, other in zip(self.outputs, results, together, strict=True):
+                if not torch.allclose(result.double(), other.double(), **CLOSE):  # type: ignore[arg-type]
+                    raise CannotBeLowered(f"a position of {each!r} depends on other ones")
+
+    def _at(self, operation: Operation, value: Tensor, row: int, at: int) -> Tensor:
+        """Return the part of an operation's value that belongs to one position of a row."""
+        for dim, size in enumerate(operation.shape):
+            if isinstance(size, OpenSize):
+                place = row if size.name == "B" else at if size.name in "TK" else row * self._count + at
+                value = value.narrow(dim, place, 1)
+        return value
