@@ -24,7 +24,6 @@ from swarmnode.compute.packing.ggml import (
     BUFFER_AT,
     DATA_AT,
     EXTRA_AT,
-    FORMATS,
     SIZES_AT,
     STRIDES_AT,
     UNARY,
@@ -37,6 +36,7 @@ from swarmnode.compute.packing.ggml import (
 )
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.graph_choices import F16, F32, NUMBERS, ChoiceNodes, Value
 from swarmnode.compute.serving.span_trace import (
     CONSTANT,
     LATE,
@@ -49,14 +49,6 @@ from swarmnode.compute.serving.span_trace import (
     sizes_of,
 )
 
-F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
-NUMBERS = {
-    torch.float32: F32,
-    torch.float16: F16,
-    torch.bfloat16: FORMATS["BF16"].number,
-    torch.int32: I32,
-    torch.int64: I64,
-}
 NEOX = 2  # ggml's rotary embedding of halves
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
@@ -74,13 +66,6 @@ def _operators() -> Operators:
         raise CannotBeLowered(f"this build of ggml lacks a function: {error}") from None
 
 
-class _Value(NamedTuple):
-    """Result in a graph: a contiguous tensor of ggml, and its view as torch would have it, without memory."""
-
-    base: int
-    view: Tensor
-
-
 class _Follower(NamedTuple):
     """Tensor of ggml in the buffers of a cohort: the keys (`which` 0) or values of a layer, from a row on. `steps` are the strides
     of its dimensions besides the first."""
@@ -92,13 +77,14 @@ class _Follower(NamedTuple):
     row: int
 
 
-class SpanGraph:
+class SpanGraph(ChoiceNodes):
     """Graph of a span for `rows` rows and `count` positions; the last `kept` ones of each row have logits.
 
     Raises CannotBeLowered if ggml has no counterpart for an operation.
     """
 
     def __init__(self, trace: SpanTrace, rows: int, count: int, kept: int, dtype: torch.dtype) -> None:
+        super().__init__()
         ggml = library()
         assert ggml is not None
         self._ggml, self._make = ggml, _operators()
@@ -106,7 +92,7 @@ class SpanGraph:
         self.rows, self.count = rows, count
         self._sizes = sizes_of(rows, count, kept)
         self._alive: list[Any] = []
-        self._values: dict[Operation, _Value] = {}
+        self._values: dict[Operation, Value] = {}
         self._followers: list[_Follower] = []
         self._shapes: dict[int, list[tuple[int, int]]] = {}  # heads and width of a layer's keys, and of its values
         # Columns that are written, and masks of parts of the queries, by the window of attention.
@@ -129,7 +115,7 @@ class SpanGraph:
                 self._lower(operation)
                 if operation in trace.between and dtype != torch.float32:
                     self._values[operation] = self._rounded(self._values[operation])
-        self._result: _Value | None = None
+        self._result: Value | None = None
         if trace.result is not None:
             if trace.result not in self._values:
                 raise CannotBeLowered("it computes nothing but a look-up")
@@ -168,15 +154,16 @@ class SpanGraph:
         self._alive.append(memory)
         return tensor
 
-    def _node(self, tensor: int, view: Tensor) -> _Value:
+    def _node(self, tensor: int, view: Tensor) -> Value:
         self._views["made", tensor] = tensor
-        return _Value(tensor, view)
+        return Value(tensor, view)
 
-    def _value(self, item: Operation) -> _Value:
+    def _value(self, item: Operation) -> Value:
         """Return an operation's result in the graph: an input or a constant that is needed for the first time is added to it."""
         if item not in self._values:
             if item.stage == LATE:
-                raise CannotBeLowered(f"ggml does not compute {item.name}")
+                self._values[item] = self._by_torch(item)
+                return self._values[item]
             if item.stage == CONSTANT:
                 value = item.value.float().contiguous()
                 tensor = self._leaf(value, (value.numel(),) if value.dim() > 4 else None)
@@ -185,7 +172,7 @@ class SpanGraph:
                 value = aligned(4 * math.prod(shape)).view(torch.float32).view(shape)
                 tensor = self._leaf(value)
                 self._early.append((item, value))
-            self._values[item] = _Value(tensor, torch.empty(value.shape, device="meta"))
+            self._values[item] = Value(tensor, torch.empty(value.shape, device="meta"))
         return self._values[item]
 
     def _shape_of(self, item: Operation) -> tuple[int, ...]:
@@ -201,7 +188,7 @@ class SpanGraph:
         mask = torch.ones(self.rows, int(positions_RT.max()) + 1, dtype=torch.int64)
         return {"x": x, "positions": positions_RT, "mask": mask}
 
-    def _tensor(self, value: _Value, view: Tensor | None = None) -> int:
+    def _tensor(self, value: Value, view: Tensor | None = None) -> int:
         """Return a tensor of ggml with the sizes and strides of a view of a value (default: its own)."""
         view = value.view if view is None else view
         key = value.base, tuple(view.shape), tuple(view.stride()), view.storage_offset()
@@ -222,14 +209,14 @@ class SpanGraph:
                 self._views[key] = self._make.view(self._context, value.base, *sizes, *strides, offset)
         return self._views[key]
 
-    def _contiguous(self, value: _Value) -> _Value:
+    def _contiguous(self, value: Value) -> Value:
         """Return the value with its elements one after the other."""
         if value.view.is_contiguous() and not value.view.storage_offset():
             return value
         tensor = self._make.cont(self._context, self._tensor(value))
         return self._node(tensor, torch.empty(value.view.shape, device="meta"))
 
-    def _in_rows(self, value: _Value) -> tuple[int, Tensor]:
+    def _in_rows(self, value: Value) -> tuple[int, Tensor]:
         """Return a value in the order of its memory, as (rows, last dimension) if it is dense, and the view of a result of the
         same layout."""
         view = value.view
@@ -245,6 +232,9 @@ class SpanGraph:
     def _lower(self, operation: Operation) -> None:
         """Add an operation to the graph. Raises CannotBeLowered if ggml has no counterpart."""
         special = getattr(self, f"_lower_{operation.name}", None)
+        late = [each for each in operation.needs() if each.stage == LATE]
+        if operation.name != "write" and not all(each in self._values for each in late):
+            return  # torch computes it, if it computes what it reads
         if special is not None:
             self._values[operation] = special(operation)
         elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):
@@ -253,14 +243,14 @@ class SpanGraph:
             self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
         elif operation.name in BINARY:
             self._values[operation] = self._binary(operation)
-        # Another operation without counterpart is refused by the one that reads it.
+        # Another operation without counterpart is computed by torch, or refused, for the one that reads it.
 
-    def _rounded(self, value: _Value) -> _Value:
+    def _rounded(self, value: Value) -> Value:
         """Return a value in float32 that is rounded to the model's number format."""
         tensor = self._make.cast(self._context, self._contiguous(value).base, NUMBERS[self._dtype])
         return self._node(self._make.cast(self._context, tensor, F32), torch.empty(value.view.shape, device="meta"))
 
-    def _lower_view(self, operation: Operation) -> _Value:
+    def _lower_view(self, operation: Operation) -> Value:
         inputs = operation.inputs[1:]
         value = self._value(operation.inputs[0])
         rest = filled(inputs, lambda size: self._sizes[size.name])
@@ -274,14 +264,14 @@ class SpanGraph:
                 continue
             view = found if operation.pick is None else found[operation.pick]
             if view.untyped_storage()._cdata == value.view.untyped_storage()._cdata:
-                return _Value(value.base, view)
+                return Value(value.base, view)
         raise CannotBeLowered(f"ggml does not compute {operation.name}")
 
-    def _unary(self, name: str, item: Operation) -> _Value:
+    def _unary(self, name: str, item: Operation) -> Value:
         tensor, view = self._in_rows(self._value(item))
         return self._node(self._make.by_name[name](self._context, tensor), view)
 
-    def _lower_pow(self, operation: Operation) -> _Value:
+    def _lower_pow(self, operation: Operation) -> Value:
         x, exponent = operation.inputs
         if exponent not in (2, 3):
             raise CannotBeLowered(f"ggml does not compute a power of {exponent}")
@@ -291,14 +281,14 @@ class SpanGraph:
             power = self._make.by_name["mul"](self._context, power, tensor)
         return self._node(power, view)
 
-    def _lower_gelu(self, operation: Operation) -> _Value:
+    def _lower_gelu(self, operation: Operation) -> Value:
         return self._unary(activation(operation), operation.inputs[0])
 
-    def _lower_rms_norm(self, operation: Operation) -> _Value:
+    def _lower_rms_norm(self, operation: Operation) -> Value:
         tensor, view = self._in_rows(self._value(operation.inputs[0]))
         return self._node(self._make.rms_norm(self._context, tensor, operation.inputs[1]), view)
 
-    def _lower_layer_norm(self, operation: Operation) -> _Value:
+    def _lower_layer_norm(self, operation: Operation) -> Value:
         given = operation.inputs
         x, shape, weight, bias, epsilon = (*given, *(None, None, None, None, 1e-5)[len(given) :])[:5]
         if len(shape) != 1:
@@ -310,7 +300,7 @@ class SpanGraph:
                 tensor = self._make.by_name[name](self._context, tensor, self._tensor(self._value(part)))
         return self._node(tensor, view)
 
-    def _lower_gated(self, operation: Operation) -> _Value:
+    def _lower_gated(self, operation: Operation) -> Value:
         gate, up, name = operation.inputs
         one, other = self._value(gate), self._value(up)
         if one.view.stride() != other.view.stride():
@@ -318,7 +308,7 @@ class SpanGraph:
         (tensor, view), (up_tensor, _) = self._in_rows(one), self._in_rows(other)
         return self._node(self._make.gated[name](self._context, tensor, up_tensor), view)
 
-    def _binary(self, operation: Operation) -> _Value:
+    def _binary(self, operation: Operation) -> Value:
         name = BINARY[operation.name]
         x, y = operation.inputs[:2]
         if operation.options.get("alpha", (*operation.inputs, 1)[2] if len(operation.inputs) > 2 else 1) != 1:
@@ -353,7 +343,7 @@ class SpanGraph:
         tensor = function(self._context, self._tensor(one), self._tensor(other, wide))
         return self._node(tensor, torch.empty(shape, device="meta"))
 
-    def _lower_cat(self, operation: Operation) -> _Value:
+    def _lower_cat(self, operation: Operation) -> Value:
         parts, dim = (*operation.inputs, 0)[:2]
         values = [self._value(part) for part in parts]
         dims = values[0].view.dim()
@@ -365,7 +355,7 @@ class SpanGraph:
         shape[dim] = sum(value.view.shape[dim] for value in values)
         return self._node(tensor, torch.empty(shape, device="meta"))
 
-    def _lower_rope(self, operation: Operation) -> _Value:
+    def _lower_rope(self, operation: Operation) -> Value:
         x, rope = operation.inputs
         value = self._value(x)
         rows, heads, count, width = value.view.shape
@@ -373,7 +363,7 @@ class SpanGraph:
         try:
             flat = x_BTHD.view(rows * count, heads, width)
         except RuntimeError:
-            value = self._contiguous(_Value(value.base, x_BTHD))
+            value = self._contiguous(Value(value.base, x_BTHD))
             flat = value.view.view(rows * count, heads, width)
         if self._positions is None:
             positions_N = torch.zeros(rows * count, dtype=torch.int32)
@@ -391,7 +381,7 @@ class SpanGraph:
         )
         return self._node(tensor, torch.empty(rows, count, heads, width, device="meta").transpose(1, 2))
 
-    def _lower_product(self, operation: Operation) -> _Value:
+    def _lower_product(self, operation: Operation) -> Value:
         x, matrix = operation.inputs
         assert isinstance(matrix, GgmlMatrix)
         value = self._contiguous(self._value(x))
@@ -407,7 +397,7 @@ class SpanGraph:
         tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
         return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
 
-    def _lower_linear(self, operation: Operation) -> _Value:
+    def _lower_linear(self, operation: Operation) -> Value:
         x, weight, bias = (*operation.inputs, None)[:3]
         if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
             raise CannotBeLowered("it multiplies with a matrix that is no weight")
@@ -419,7 +409,10 @@ class SpanGraph:
             tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
         return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
 
-    def _lower_write(self, operation: Operation) -> _Value:
+    def _lower_detach(self, operation: Operation) -> Value:
+        return self._value(operation.inputs[0])
+
+    def _lower_write(self, operation: Operation) -> Value:
         keys, values, layer = operation.inputs
         window = self._trace.windows.get(layer)
         if window not in self._columns:
@@ -435,7 +428,7 @@ class SpanGraph:
             tensor = self._make.set_rows(self._context, buffer, self._tensor(value), columns)
             self._ggml.expand(self._graph, tensor)
             self._followers += [_Follower(each, layer, which, (COLUMN, HEAD, ROW), 0) for each in (buffer, tensor)]
-        return _Value(0, torch.empty(0, device="meta"))
+        return Value(0, torch.empty(0, device="meta"))
 
     def _placeholder(self) -> int:
         """Return an address for tensors that have none yet, so that ggml gives them no memory."""
@@ -445,7 +438,7 @@ class SpanGraph:
             self._views["placeholder",] = memory.data_ptr()
         return self._views["placeholder",]
 
-    def _lower_attention(self, operation: Operation) -> _Value:
+    def _lower_attention(self, operation: Operation) -> Value:
         query, write = operation.inputs
         layer = write.inputs[2]
         value = self._value(query)
@@ -460,7 +453,7 @@ class SpanGraph:
             try:
                 q = q_BTHD.view(rows, count, heads, width)
             except RuntimeError:
-                value = self._contiguous(_Value(value.base, q_BTHD))
+                value = self._contiguous(Value(value.base, q_BTHD))
                 q = value.view.view(rows, count, heads, width)
             if rows * count == 1:
                 # A lone query's columns would be shared out among threads: so its heads are rows.
@@ -549,6 +542,8 @@ class SpanGraph:
             self._out_at.value = result.data_ptr()
         cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
         threads().compute_graph(self._graph, most_threads)
+        if self._faults:
+            raise RuntimeError(f"torch could not compute a part of a graph: {self._faults.pop()}")
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:
