@@ -165,9 +165,10 @@ class Subject(Protocol):
 
 
 class Ours:
-    """Span of the whole model in this process."""
+    """Span of the whole model in this process. `is_loop`: experts in a loop of products, and no graph of ggml."""
 
-    def __init__(self, folder: str, products: str, dtype: str) -> None:
+    def __init__(self, folder: str, products: str, dtype: str, threads: int = 1, *, is_loop: bool = False) -> None:
+        torch.set_num_threads(threads)
         checkpoint = Checkpoint(folder)
         check_family(checkpoint.family)
         gc.collect()
@@ -175,6 +176,8 @@ class Ours:
         span = load_span(checkpoint, 0, checkpoint.units, dtype=getattr(torch, dtype), products=products)
         span.packings.at_once.run()
         self._runner = StageRunner(span, RunnerConfig(cache_bytes=CACHE_BYTES))
+        if is_loop:
+            self._runner.graphs, span.config._experts_implementation = None, "eager"
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
         """Continue all prompts together, by `new` tokens each."""

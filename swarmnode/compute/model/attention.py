@@ -13,6 +13,7 @@ whatever else a pass computes.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,6 +28,7 @@ from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_A
 from swarmnode.compute.packing.ggml_matrix import Prepared, threads
 
 with lean():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -189,6 +191,44 @@ def attend_by_position(model: Any) -> None:
     ALL_ATTENTION_FUNCTIONS.register(BY_POSITION, attention_by_position)
     ALL_MASK_ATTENTION_FUNCTIONS.register(BY_POSITION, _mask)
     model.config._attn_implementation = BY_POSITION
+    model.config._experts_implementation = BY_POSITION
+
+
+def experts_by_position(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+) -> Tensor:
+    """Return the weighted sums (N, H) of the experts that `top_k_index` (N, K) chooses for each row, one choice after the other.
+
+    This is an implementation for transformers' experts interface: `self` is the family's module of all experts.
+    """
+    x = _chosen_products(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, top_k_index)
+    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+    x = _chosen_products(self, "down_proj", x, top_k_index)
+    if self.has_post_expert_norm:
+        x = self.post_expert_norm(x)
+    parts = (x * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
+    return functools.reduce(torch.add, parts).to(hidden_states.dtype)
+
+
+def _chosen_products(experts: Any, name: str, x: Tensor, index_NK: Tensor) -> Tensor:
+    """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose."""
+    weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
+    if (recorder := threads().recorder) is not None and hasattr(recorder, "chosen_products"):
+        recorded: Tensor = recorder.chosen_products(weight, bias, x, index_NK, is_transposed=experts.is_transposed)
+        return recorded
+    chosen_N = index_NK.reshape(-1)
+    order_N = chosen_N.argsort(stable=True)
+    numbers, counts = chosen_N[order_N].unique_consecutive(return_counts=True)
+    rows = x[order_N if len(x) == len(order_N) else order_N // index_NK.shape[1]].split(counts.tolist())
+    products = [
+        part @ weight[number] if experts.is_transposed else functional.linear(part, weight[number])
+        for number, part in zip(numbers.tolist(), rows, strict=True)
+    ]
+    y = torch.cat(products)[order_N.argsort()]
+    return y if bias is None else y + bias[chosen_N]
+
+
+ALL_EXPERTS_FUNCTIONS.register(BY_POSITION, experts_by_position)
 
 
 def attends_by_position(model: Any) -> bool:

@@ -28,6 +28,7 @@ from swarmnode.errors import CheckpointError
 PACKAGE, OWN_BUILD = own_ggml.PACKAGE, own_ggml.OWN_BUILD
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
+I32 = 26  # ggml's number of whole numbers of 32 bits
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Library:
         self.new_tensor = self._function("ggml_new_tensor_2d", pointer, pointer, c_int, c_int64, c_int64)
         self.new_tensor_4d = self._function("ggml_new_tensor_4d", pointer, pointer, c_int, *(4 * [c_int64]))
         self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.multiply_chosen = self._function("ggml_mul_mat_id", pointer, pointer, pointer, pointer, pointer)
         self.attend = self._function("ggml_flash_attn_ext", pointer, *(5 * [pointer]), *(3 * [c_float]))
         self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
         self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
@@ -335,6 +337,13 @@ class Operators:
         self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
         self.set_rows = make("ggml_set_rows", p, p, p, p, p)
         self.concat = make("ggml_concat", p, p, p, p, c_int)
+        self.softmax = make("ggml_soft_max", p, p, p)
+        self.sum_rows = make("ggml_sum_rows", p, p, p)
+        self.argsort = make("ggml_argsort", p, p, p, c_int)
+        self.get_rows = make("ggml_get_rows", p, p, p, p)
+        self.add_chosen = make("ggml_add_id", p, p, p, p, p)
+        self.clamp = make("ggml_clamp", p, p, p, c_float, c_float)
+        self.keep = make("ggml_set_output", None, p)
         self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
         self.new_allocator = make("ggml_gallocr_new", p, p)

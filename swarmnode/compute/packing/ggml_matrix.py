@@ -12,7 +12,7 @@ import ctypes
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ from swarmnode.compute.packing.ggml import (
     EXTRA_AT,
     F32,
     FORMATS,
+    I32,
+    STRIDES_AT,
     Format,
     InitParams,
     Library,
@@ -37,11 +39,13 @@ from swarmnode.compute.packing.ggml import (
     aligned,
     dequantise,
     library,
+    numbers_at,
 )
 
 PARTS, STEP = 3, 256.0
 FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weights
 TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
+FEW_CHOSEN, MANY_ROWS = 8, 1 << 31
 KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
 TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
 
@@ -272,6 +276,17 @@ class GgmlMatrix:
             y_RO = part_RO.add(y_RO, alpha=1 / STEP)
         return y_RO
 
+    def move_into(self, memory: Tensor) -> None:
+        """Keep the packed bytes in this memory (uint8) of their size."""
+        if memory.data_ptr() != self.address:
+            memory.copy_(self._memory)
+        self._memory = memory
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether products are those of the dequantised matrix."""
+        return self._exact
+
     @property
     def address(self) -> int:
         """Address of the packed bytes."""
@@ -307,3 +322,83 @@ class GgmlMatrix:
             product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
         here.compute(product)
         return y_RO
+
+
+class _ChosenProduct(Prepared):
+    """Products of R rows of activations, each with the first two of a stack's matrices, of which the first O rows count."""
+
+    def __init__(self, ggml: Library, form: Format, outputs: int, inputs: int, stride: int, rows: int) -> None:
+        super().__init__(ggml)
+        weight = ggml.new_tensor_4d(self.context, form.number, inputs, outputs, 2, 1)
+        numbers_at(weight + STRIDES_AT)[2] = stride
+        x = ggml.new_tensor_4d(self.context, FORMATS[F32].number, inputs, 1, rows, 1)
+        chosen = ggml.new_tensor(self.context, I32, 2, rows)
+        y = ggml.multiply_chosen(self.context, weight, x, chosen)
+        ggml.expand(self.graph, y)
+        self.places = [address_at(tensor + DATA_AT) for tensor in (weight, x, chosen, y)]
+        self.buffer, self.extra = (address_at(weight + place) for place in (BUFFER_AT, EXTRA_AT))
+
+
+_beside: dict[tuple[str, int, bool], int] = {}
+
+
+class GgmlStack:
+    """Matrices (N, O, I) of a layer's N experts in one memory, `stride` bytes apart, for ggml's products of rows that choose.
+
+    The matrices keep their bytes there from now on.
+    """
+
+    def __init__(self, matrices: Sequence[GgmlMatrix]) -> None:
+        first = matrices[0]
+        self.form, self.order, self.count = first.form, first.order, len(matrices)
+        self.outputs, self.inputs = first.outputs, first.inputs
+        self.stride = first.nbytes + -first.nbytes % ALIGNMENT
+        self.address = first.address
+        if any(matrix.address != self.address + place * self.stride for place, matrix in enumerate(matrices)):
+            memory = aligned(self.count * self.stride)
+            self.address = memory.data_ptr()
+            for place, matrix in enumerate(matrices):
+                matrix.move_into(memory[place * self.stride :][: matrix.nbytes])
+        self._alive = list(matrices)
+
+    @classmethod
+    def of(cls, matrices: Sequence[Any]) -> GgmlStack | None:
+        """Return the stack of these matrices; None if they are no fast ones of ggml in one format and shape."""
+        kinds = {
+            (each.form, each.order, each.outputs, each.inputs, each.is_exact) if isinstance(each, GgmlMatrix) else None
+            for each in matrices
+        }
+        kind = kinds.pop()
+        return None if kinds or kind is None or kind[-1] else cls(matrices)
+
+    def rows_at_once(self) -> int:
+        """Return the most rows that a product may take without another row's bits changing. This is tried once for each kind.
+
+        Some builds compute an expert that `FEW_CHOSEN` rows choose in another order.
+        """
+        kind = self.form.name, self.inputs, self.order is not None
+        if kind not in _beside:
+            random = torch.Generator().manual_seed(0)
+            x_RI = torch.randn(max(TRIED_ROWS), self.inputs, generator=random)
+            alone = torch.cat([self._tried(row_I[None]) for row_I in x_RI])
+            agreeing = (
+                most
+                for most in (MANY_ROWS, FEW_CHOSEN - 1)
+                if all(torch.equal(self._tried(x_RI[:rows]), alone[:rows]) for rows in TRIED_ROWS if rows <= most)
+            )
+            _beside[kind] = next(agreeing, 1)
+        return _beside[kind]
+
+    def _tried(self, x_RI: Tensor) -> Tensor:
+        """Return products (R, 2, O) of rows that all choose the same experts, for the first outputs."""
+        outputs, here = min(self.outputs, TRIED_OUTPUTS), threads()
+        product = here.prepared(_ChosenProduct, self.form, outputs, self.inputs, self.stride, len(x_RI))
+        chosen_R2 = torch.tensor([0, self.count - 1 and 1], dtype=torch.int32).repeat(len(x_RI), 1)
+        y_R2O = torch.empty(len(x_RI), 2, outputs)
+        addresses = self.address, x_RI.data_ptr(), chosen_R2.data_ptr(), y_R2O.data_ptr()
+        for place, address in zip(product.places, addresses, strict=True):
+            place.value = address
+        if self.order is not None:
+            product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
+        here.compute(product)
+        return y_R2O

@@ -18,7 +18,7 @@ from torch.nn import functional
 from swarmnode.compute.device import trim_heap
 from swarmnode.compute.packing.card_matrix import CardMatrix
 from swarmnode.compute.packing.ggml import FORMATS
-from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
 from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
 
@@ -220,10 +220,21 @@ class TransposedWeight(PackedWeight):
 
 
 class PackedStack(_StandIn):
-    """Matrices (N, O, I) of a layer's N experts that stay packed, in the place of a module's parameter."""
+    """Matrices (N, O, I) of a layer's N experts that stay packed, in the place of a module's parameter.
+
+    `stacks` has their parts, from above, for ggml's products with rows that choose among the experts; empty if ggml has none.
+
+    Raises ValueError if the matrices are of unlike shapes.
+    """
 
     def __init__(self, matrices: Sequence[PackedWeight]) -> None:
         self._matrices = list(matrices)
+        if len(shapes := {tuple(matrix.shape) for matrix in matrices}) != 1:
+            raise ValueError(f"its experts are of unlike shapes: {sorted(shapes)}")
+        parts = zip(*(matrix._parts for matrix in matrices), strict=True)
+        self.stacks = [GgmlStack.of(part) for part in parts] if matrices[0].device.type == "cpu" else []
+        if None in self.stacks:
+            self.stacks = []
         self.shape = torch.Size((len(matrices), *matrices[0].shape))
         self.dtype = matrices[0].dtype
         self.nbytes = sum(matrix.nbytes for matrix in matrices)

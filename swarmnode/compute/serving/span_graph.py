@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +33,10 @@ from swarmnode.compute.packing.ggml import (
     library,
     numbers_at,
 )
-from swarmnode.compute.packing.ggml_graph import F16, F32, NUMBERS, CannotBeLowered, GraphTensors, GraphValue
+from swarmnode.compute.packing.ggml_graph import F16, F32, NUMBERS, CannotBeLowered, GraphValue
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.graph_choices import CHOICES, ChoiceNodes
 from swarmnode.compute.serving.span_trace import (
     CONSTANT,
     LATE,
@@ -53,6 +54,12 @@ COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
 
 
+def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory of a value that a graph and something else use: in float32, or in whole numbers of 32 bits."""
+    memory = aligned(4 * math.prod(shape)).view(torch.float32 if dtype.is_floating_point else torch.int32)
+    return memory.view(shape)
+
+
 class _Follower(NamedTuple):
     """Tensor of ggml in the buffers of a cohort: the keys (`which` 0) or values of a layer, from a row on. `steps` are the strides
     of its dimensions besides the first."""
@@ -64,7 +71,7 @@ class _Follower(NamedTuple):
     row: int
 
 
-class SpanGraph(GraphTensors):
+class SpanGraph(ChoiceNodes):
     """Graph of a span for `rows` rows and `count` positions; the last `kept` ones of each row have logits.
 
     What ggml has no counterpart for splits it: torch computes that between two graphs.
@@ -157,7 +164,7 @@ class SpanGraph(GraphTensors):
                 continue
             if operation in needed:
                 own = self._node(self._make.cont(self._context, self._tensor(value)), value.view).base
-                memory = aligned(4 * value.view.numel()).view(torch.float32).view(value.view.shape)
+                memory = _memory(value.view.shape, operation.value.dtype)
                 address_at(own + DATA_AT).value = memory.data_ptr()
                 self._ggml.expand(self._graph, own)
                 self._share(operation, memory)
@@ -167,14 +174,15 @@ class SpanGraph(GraphTensors):
         outputs = [operation for operation in step if operation in read]
         self._steps.append(TorchStep(self._trace, step, outputs, self._sizes))
         for operation in outputs:
-            if operation.value.is_floating_point():
+            if operation.value.dtype is not torch.bool:
                 shape = filled(operation.shape, lambda size: self._sizes[size.name])
-                self._share(operation, aligned(4 * math.prod(shape)).view(torch.float32).view(shape))
+                self._share(operation, _memory(shape, operation.value.dtype))
         return left
 
     def _share(self, operation: Operation, memory: Tensor) -> None:
         self._shared[operation] = memory
-        self._values[operation] = GraphValue(self._leaf(memory), torch.empty(memory.shape, device="meta"))
+        dtype = torch.float32 if memory.is_floating_point() else torch.int64
+        self._values[operation] = GraphValue(self._leaf(memory), torch.empty(memory.shape, dtype=dtype, device="meta"))
 
     def _value(self, item: Operation) -> GraphValue:
         """Return an operation's result in the graph: an input or a constant that is needed for the first time is added to it."""
@@ -205,11 +213,11 @@ class SpanGraph(GraphTensors):
     def _lower(self, operation: Operation) -> bool:
         """Add an operation to the graph. Returns False if ggml has no counterpart."""
         special = getattr(self, f"_lower_{operation.name}", None)
-        tensors = [operation, *operation.needs()]
-        if (
-            any(isinstance(each.value, Tensor) and not each.value.is_floating_point() for each in tensors)
-            or operation.is_whole
-        ):
+        needs = operation.needs()
+        numbers = [each for each in needs if isinstance(each.value, Tensor) and not each.value.is_floating_point()]
+        has_numbers = numbers or (isinstance(operation.value, Tensor) and not operation.value.is_floating_point())
+        is_known = operation.name in CHOICES or operation.is_view
+        if operation.is_whole or (has_numbers and not (is_known and all(each.stage == LATE for each in numbers))):
             return False
         try:
             if special is not None:
@@ -394,6 +402,9 @@ class SpanGraph(GraphTensors):
             tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
         return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
 
+    def _lower_detach(self, operation: Operation) -> GraphValue:
+        return self._value(operation.inputs[0])
+
     def _lower_write(self, operation: Operation) -> GraphValue:
         keys, values, layer = operation.inputs
         window = self._trace.windows.get(layer)
@@ -534,8 +545,7 @@ class SpanGraph(GraphTensors):
                 step.run(cohort, values, is_checked=is_checked)
                 for operation in step.outputs:
                     if operation in self._shared:
-                        self._shared[operation].copy_(values[operation])
-                        values[operation] = self._shared[operation]
+                        values[operation] = self._shared[operation].copy_(values[operation])
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:

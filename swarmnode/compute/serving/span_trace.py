@@ -34,7 +34,9 @@ COPIES = frozenset(
 )
 """Operators that give their first argument's values: the graph computes in float32, and writes over nothing"""
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-INPLACE = frozenset({"add_", "mul_", "sub_", "div_", "clamp_", "triu_", "tril_", "fill_", "neg_", "masked_fill_"})
+INPLACE = frozenset(
+    {"add_", "mul_", "sub_", "div_", "clamp_", "triu_", "tril_", "fill_", "neg_", "masked_fill_", "scatter_"}
+)
 CHECKED_POSITIONS = (0, 1, 2, 3, 5, 17, 64, 251, 1023, 4095)
 ANGLES = 2e-3  # most that a rotary embedding's cosine may differ: float32 rounds the angle of position 4,095 so
 LONG_PAST = 8200  # columns before the second recorded pass: more than the chunks of attention in chunks
@@ -258,6 +260,32 @@ class _Recording(TorchDispatchMode):
         value = self._paused(lambda: torch.zeros_like(like))
         inputs = self._ref(tuple(inputs))
         return self._result(Operation(name, function, inputs, value=value, stage=LATE, is_whole=True), value)
+
+    def chosen_products(
+        self, weight: Any, bias: Tensor | None, x: Tensor, index_NK: Tensor, *, is_transposed: bool
+    ) -> Tensor:
+        """Record the products (N K, O) of rows with the matrices of experts that they choose. Raises CannotBeLowered if ggml has no
+        such products."""
+        if isinstance(weight, Tensor):
+            if is_transposed:
+                raise CannotBeLowered("its experts' matrices are not packed, and lie transposed")
+            stacks: list[Any] = [self.of(weight)]
+        else:
+            stacks = weight.stacks
+        if not stacks:
+            raise CannotBeLowered("its experts are packed in a way that ggml does not multiply")
+        made = []
+        for stack in stacks:
+            outputs = weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
+            value = self._paused(lambda outputs=outputs: torch.zeros(index_NK.numel(), outputs))
+            inputs = self.of(x), self.of(index_NK), stack
+            made.append(self._result(Operation("chosen_products", None, inputs, value=value, stage=LATE), value))
+        y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
+        if bias is None:
+            return y
+        value = self._paused(lambda: torch.zeros_like(y))
+        inputs = self.of(y), self.of(index_NK), self.of(bias)
+        return self._result(Operation("add_chosen", None, inputs, value=value, stage=LATE), value)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Record that a layer's cache takes keys and values. Returns tensors that stand for all of its columns."""
@@ -493,6 +521,12 @@ def _fuse(trace: SpanTrace) -> None:
                     operation.name, operation.inputs = "gated", (x.inputs[0], other, name)
                     operation.function = None
                     break
+        elif operation.name == "chunk" and operation.inputs[0].name == "cat":  # of what was joined before
+            parts, axis = (*operation.inputs[0].inputs, 0)[:2]
+            dims = operation.value.dim()
+            same = {(part.stage, part.value.shape) for part in parts} == {(LATE, operation.value.shape)}
+            if same and len(parts) == operation.inputs[1] and (*operation.inputs, 0)[2] % dims == axis % dims:
+                operation.name, operation.inputs, operation.pick = "detach", (parts[operation.pick],), None
         elif operation.name == "add" and len(operation.inputs) == 2:
             _fuse_rope(trace, operation, ropes)
     needed = trace.needed(lambda each: each.stage != LATE)

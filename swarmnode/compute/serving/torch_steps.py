@@ -2,7 +2,7 @@
 
 torch's sums and vector loops give a row other bits beside other rows. So a step computes each position of each row by itself, with
 tensors of the same shapes as for a lone position. An operation that is recorded as a whole (`Operation.is_whole`) gets all rows at
-once, and is responsible for equal bits itself.
+once, and is responsible for equal bits itself. So do operations that round nothing, or each element by itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ from swarmnode.compute.serving.span_trace import (
 
 ALONE = sizes_of(1, 1, 1)
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # of a position computed alone to the same one among others
+EXACT = frozenset(
+    {"_to_copy", "add", "amax", "bitwise_not", "clone", "div", "eq", "expand"}
+    | {"flatten", "full_like", "gather", "ge", "gt", "le", "logical_and", "logical_not"}
+    | {"logical_or", "lt", "masked_fill", "mul", "ne", "neg", "one_hot", "ones_like"}
+    | {"permute", "reshape", "scatter", "slice", "sort", "squeeze", "sub", "to"}
+    | {"topk", "transpose", "unflatten", "unsqueeze", "view", "where", "zeros_like"}
+)
+"""Operators that give a row the same bits in any company"""
 PLACES, LAST_PLACES = ("B", "T", "BT"), ("B", "K", "BK")
 
 
@@ -48,7 +56,9 @@ class TorchStep:
         places = {size.name for each in (*self.inputs, *outputs) for size in each.shape if isinstance(size, OpenSize)}
         if any(operation.function is None for operation in operations):
             raise CannotBeLowered(f"neither ggml nor torch computes a part of {self!r} by itself")
-        if not operations[0].is_whole and not (places <= set(PLACES) or places <= set(LAST_PLACES)):
+        self._is_exact = all(operation.name in EXACT for operation in operations)
+        is_by_position = places <= set(PLACES) or places <= set(LAST_PLACES)
+        if not (operations[0].is_whole or self._is_exact or is_by_position):
             raise CannotBeLowered(f"torch cannot compute {self!r} position by position")
         self._count = sizes["K" if places & {"K", "BK"} else "T"]
 
@@ -61,11 +71,16 @@ class TorchStep:
         `is_checked` compares them with those of all positions at once. Raises CannotBeLowered if these are others, as a position
         then depends on its company.
         """
-        first = self._operations[0]
+        first, inputs = self._operations[0], {each: values[each] for each in self.inputs}
+        for each, value in inputs.items():
+            if not value.is_floating_point():
+                inputs[each] = value.to(each.value.dtype)  # ggml's numbers have 32 bits
         if first.is_whole:
             assert first.function is not None
-            arguments = self._trace.computed(list(first.inputs), values, self._sizes)
-            values[first] = first.function(cohort, *arguments)
+            values[first] = first.function(cohort, *self._trace.computed(list(first.inputs), inputs, self._sizes))
+            return
+        if self._is_exact:
+            values.update(zip(self.outputs, self._trace.computed(self.outputs, inputs, self._sizes), strict=True))
             return
         results = [
             torch.empty(filled(each.shape, lambda size: self._sizes[size.name]), dtype=each.value.dtype)
@@ -73,14 +88,14 @@ class TorchStep:
         ]
         for row in range(self._sizes["B"]):
             for at in range(self._count):
-                alone = {each: self._at(each, values[each], row, at) for each in self.inputs}
+                alone = {each: self._at(each, value, row, at) for each, value in inputs.items()}
                 for each, result, part in zip(
                     self.outputs, results, self._trace.computed(self.outputs, alone, ALONE), strict=True
                 ):
                     self._at(each, result, row, at).copy_(part)
         values.update(zip(self.outputs, results, strict=True))
         if is_checked:
-            together = self._trace.computed(self.outputs, {each: values[each] for each in self.inputs}, self._sizes)
+            together = self._trace.computed(self.outputs, inputs, self._sizes)
             for each, result, other in zip(self.outputs, results, together, strict=True):
                 if not torch.allclose(result.double(), other.double(), **CLOSE):  # type: ignore[arg-type]
                     raise CannotBeLowered(f"a position of {each!r} depends on other ones")

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from swarmnode.compute.model.gguf.repack import PYTHON_FORMATS, quantise
 from swarmnode.compute.packing import ggml, ggml_matrix
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
@@ -66,42 +68,68 @@ def save_llama_gguf(
     _write(writer)
 
 
-def save_moe_gguf(path: Path, *, form: str = "Q8_0", experts: int = 6) -> None:
-    """Qwen3 with experts, whose gate and up matrices llama.cpp keeps apart."""
+def save_moe_gguf(
+    path: Path,
+    *,
+    form: str = "Q8_0",
+    experts: int = 6,
+    width: int = 1,
+    used: int = 2,
+    values: Callable[[str, Any], Any] = lambda _name, values: values,
+    shape_of: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda _name, shape: shape,
+) -> None:
+    """Qwen3 with experts, whose gate and up matrices llama.cpp keeps apart. Its sizes are `width` times the usual ones.
+
+    `values` may change a tensor's values, `shape_of` its shape.
+    """
     import gguf
+
+    hidden, inner = HIDDEN * width, INNER * width
 
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_context_length(2048)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HIDDEN // HEADS)
-    writer.add_value_length(HIDDEN // HEADS)
+    writer.add_key_length(hidden // HEADS)
+    writer.add_value_length(hidden // HEADS)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_expert_count(experts)
-    writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(INNER)
+    writer.add_expert_used_count(used)
+    writer.add_expert_feed_forward_length(inner)
     writer.add_vocab_size(len(WORDS))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(WORDS)
     writer.add_token_types([1] * len(WORDS))
     writer.add_token_merges(["t h"])
-    shapes = {name: shape for name, shape in _shapes(len(WORDS)).items() if "ffn_" not in name or "norm" in name}
+    shapes = {
+        name: shape
+        for name, shape in _shapes(len(WORDS), hidden, inner).items()
+        if "ffn_" not in name or "norm" in name
+    }
     for number in range(LAYERS):
-        shapes[f"blk.{number}.attn_q_norm.weight"] = shapes[f"blk.{number}.attn_k_norm.weight"] = (HIDDEN // HEADS,)
-        shapes[f"blk.{number}.ffn_gate_inp.weight"] = (experts, HIDDEN)
-        shapes[f"blk.{number}.ffn_gate_exps.weight"] = (experts, INNER, HIDDEN)
-        shapes[f"blk.{number}.ffn_up_exps.weight"] = (experts, INNER, HIDDEN)
-        shapes[f"blk.{number}.ffn_down_exps.weight"] = (experts, HIDDEN, INNER)
-    _add_tensors(writer, shapes, form)
+        shapes[f"blk.{number}.attn_q_norm.weight"] = shapes[f"blk.{number}.attn_k_norm.weight"] = (hidden // HEADS,)
+        shapes[f"blk.{number}.ffn_gate_inp.weight"] = (experts, hidden)
+        shapes[f"blk.{number}.ffn_gate_exps.weight"] = (experts, inner, hidden)
+        shapes[f"blk.{number}.ffn_up_exps.weight"] = (experts, inner, hidden)
+        shapes[f"blk.{number}.ffn_down_exps.weight"] = (experts, hidden, inner)
+    shapes = {name: shape_of(name, shape) for name, shape in shapes.items()}
+    _add_tensors(writer, shapes, form, values=values)
     _write(writer)
 
 
-def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str, *, sharp: bool = False) -> None:
+def _add_tensors(
+    writer: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    form: str,
+    *,
+    sharp: bool = False,
+    values: Callable[[str, Any], Any] = lambda _name, values: values,
+) -> None:
     """Add random tensors that bfloat16 holds: vectors and routers as F32, matrices in the format `form`."""
     import gguf
 
@@ -110,12 +138,15 @@ def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str, 
         random = np.random.default_rng(zlib.crc32(name.encode()))
         # Sharp attention, so that positions count.
         strength = 0.25 if name.endswith(("attn_q.weight", "attn_k.weight")) and sharp else 0.1
-        values = random.normal(len(shape) == 1, strength, shape).astype(np.float32)
-        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        drawn = random.normal(len(shape) == 1, strength, shape).astype(np.float32)
+        drawn = values(name, (drawn.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
         if len(shape) == 1 or "gate_inp" in name:
-            writer.add_tensor(name, values)
+            writer.add_tensor(name, drawn)
+        elif form in PYTHON_FORMATS:
+            writer.add_tensor(name, gguf.quantize(drawn, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+            rows = quantise(torch.from_numpy(drawn.reshape(-1, shape[-1])), ggml.FORMATS[form], name)
+            writer.add_tensor(name, rows.view(*shape[:-1], -1).numpy(), raw_dtype=kind)
 
 
 def _write(writer: Any) -> None:
@@ -125,20 +156,20 @@ def _write(writer: Any) -> None:
     writer.close()
 
 
-def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
-    kv = HIDDEN // HEADS * KV_HEADS
+def _shapes(vocabulary: int, hidden: int = HIDDEN, inner: int = INNER) -> dict[str, tuple[int, ...]]:
+    kv = hidden // HEADS * KV_HEADS
     layer = {
-        "attn_q": (HIDDEN, HIDDEN),
-        "attn_k": (kv, HIDDEN),
-        "attn_v": (kv, HIDDEN),
-        "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (INNER, HIDDEN),
-        "ffn_up": (INNER, HIDDEN),
-        "ffn_down": (HIDDEN, INNER),
-        "attn_norm": (HIDDEN,),
-        "ffn_norm": (HIDDEN,),
+        "attn_q": (hidden, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, hidden),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+        "attn_norm": (hidden,),
+        "ffn_norm": (hidden,),
     }
-    ends = {"token_embd": (vocabulary, HIDDEN), "output": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
+    ends = {"token_embd": (vocabulary, hidden), "output": (vocabulary, hidden), "output_norm": (hidden,)}
     layers = {f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
     return {f"{name}.weight": shape for name, shape in (ends | layers).items()}
 

@@ -1,0 +1,152 @@
+"""Nodes of a graph of ggml for what depends on values: routers, and products with chosen experts.
+
+A row's results do not depend on the other rows of a pass. ggml's products with chosen experts take at most as many rows at once as
+leave each row's bits as they are (`GgmlStack.rows_at_once`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.ggml import BUFFER_AT, DATA_AT, EXTRA_AT, STRIDES_AT, Library, address_at, numbers_at
+from swarmnode.compute.packing.ggml_graph import NUMBERS, CannotBeLowered, GraphTensors, GraphValue
+from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, GgmlStack
+from swarmnode.compute.serving.span_trace import CONSTANT, LATE, Operation
+
+CHOICES = frozenset({"topk", "gather", "chosen_products", "add_chosen", "detach"})
+"""Operations on whole numbers that ggml has"""
+DESCENDING = 1  # ggml's order of sorting
+LARGEST = 3.4028234e38  # of float32
+LARGEST_LOOK = 64  # rows of a pass whose choices of experts can be read
+
+
+class ChoiceNodes(GraphTensors):
+    """Part of `SpanGraph` that adds these nodes."""
+
+    _values: dict[Operation, GraphValue]
+
+    def __init__(self, ggml: Library, nodes: int) -> None:
+        super().__init__(ggml, nodes)
+        self._chosen: list[GraphValue] = []  # experts of the rows, by layer
+
+    def _value(self, item: Operation) -> GraphValue:
+        raise NotImplementedError
+
+    def _lower_softmax(self, operation: Operation) -> GraphValue:
+        x, dim = operation.inputs[:2]
+        value = self._contiguous(self._value(x))
+        if dim not in (-1, value.view.dim() - 1):
+            raise CannotBeLowered("a softmax goes over another dimension than the last one")
+        return self._node(self._make.softmax(self._context, self._tensor(value)), value.view)
+
+    _lower__softmax = _lower_softmax
+
+    def _lower_sum(self, operation: Operation) -> GraphValue:
+        x, dims, keeps = (*operation.inputs, None, False)[:3]
+        value = self._contiguous(self._value(x))
+        if dims is None or list(dims) not in ([-1], [value.view.dim() - 1]):
+            raise CannotBeLowered("a sum goes over another dimension than the last one")
+        view = torch.empty(*value.view.shape[:-1], 1, device="meta")
+        made = self._node(self._make.sum_rows(self._context, self._tensor(value)), view)
+        return made if keeps else GraphValue(made.base, view.squeeze(-1))
+
+    def _sorted(self, x: Operation) -> GraphValue:
+        """Return the numbers (..., E) of a row's elements, largest first. NaN counts as the largest number, as in torch."""
+        key = "sorted", id(x)
+        if key not in self._views:
+            value = self._contiguous(self._value(x))
+            copy = self._make.scale_bias(
+                self._context, self._tensor(value), 1.0, 0.0
+            )  # clamp writes over what it reads
+            finite = self._make.clamp(
+                self._context, copy, -LARGEST, LARGEST
+            )  # ggml's sorting reads anywhere beside NaN
+            self._views[key] = self._make.argsort(self._context, finite, DESCENDING)
+        view = torch.empty(self._values[x].view.shape, dtype=torch.int64, device="meta")
+        return self._node(self._views[key], view)
+
+    def _lower_topk(self, operation: Operation) -> GraphValue:
+        x, count, dim, largest = (*operation.inputs, -1, True)[:4]
+        if dim not in (-1, x.value.dim() - 1) or not operation.options.get("largest", largest):
+            raise CannotBeLowered("it chooses the smallest ones, or not among a row's elements")
+        numbers = self._sorted(x)
+        chosen = GraphValue(numbers.base, numbers.view[..., :count])
+        return chosen if operation.pick else self._picked(self._value(x), chosen)
+
+    def _lower_gather(self, operation: Operation) -> GraphValue:
+        x, dim, index = operation.inputs[:3]
+        if dim not in (-1, x.value.dim() - 1) or index.stage != LATE:
+            raise CannotBeLowered("it picks not among a row's elements")
+        return self._picked(self._value(x), self._value(index))
+
+    def _picked(self, x: GraphValue, chosen: GraphValue) -> GraphValue:
+        """Return the elements of each row of x (..., E) that are chosen (..., K)."""
+        x = self._contiguous(x)
+        table = self._tensor(x, x.view.view(-1, x.view.shape[-1], 1))
+        numbers = self._tensor(chosen, chosen.view.flatten(0, -2))
+        view = torch.empty(chosen.view.shape, device="meta")
+        return self._node(self._make.get_rows(self._context, table, numbers), view)
+
+    def _cuts(self, operation: Operation) -> int:
+        """Return the most rows that one product with chosen experts takes."""
+        stack = operation.inputs[2]
+        return stack.rows_at_once() if isinstance(stack, GgmlStack) else MANY_ROWS
+
+    def _lower_chosen_products(self, operation: Operation) -> GraphValue:
+        x, index, stack = operation.inputs
+        value, chosen = self._contiguous(self._value(x)), self._value(index)
+        if isinstance(stack, GgmlStack):
+            count, outputs, inputs = stack.count, stack.outputs, stack.inputs
+            weight = self._ggml.new_tensor_4d(self._context, stack.form.number, inputs, outputs, count, 1)
+            numbers_at(weight + STRIDES_AT)[2] = stack.stride
+            address_at(weight + DATA_AT).value = stack.address
+            if stack.order is not None:
+                address_at(weight + BUFFER_AT).value = stack.order.buffer
+                address_at(weight + EXTRA_AT).value = stack.order.extra
+            self._alive.append(stack)
+        elif stack.stage == CONSTANT and stack.value.dtype in NUMBERS:
+            count, outputs, inputs = stack.value.shape
+            weight = self._leaf(stack.value.contiguous())
+        else:
+            raise CannotBeLowered("its experts' matrices are no weights")
+        rows, among = chosen.view.shape
+        x_RKI = value.view.view(rows, -1, inputs)
+        self._note_chosen(index, chosen)
+        result, step = 0, self._cuts(operation)
+        for first in range(0, rows, step):
+            part, numbers = x_RKI[first : first + step], chosen.view[first : first + step]
+            tensor = self._ggml.multiply_chosen(
+                self._context, weight, self._tensor(value, part), self._tensor(chosen, numbers)
+            )
+            result = self._make.concat(self._context, result, tensor, 2) if result else tensor
+        return self._node(result, torch.empty(rows * among, outputs, device="meta"))
+
+    def _note_chosen(self, index: Operation, chosen: GraphValue) -> None:
+        """Keep which experts few rows choose, for `chosen`."""
+        if len(chosen.view) <= LARGEST_LOOK and ("chosen", index) not in self._views:
+            self._make.keep(chosen.base)
+            self._views["chosen", index] = chosen.base
+            self._chosen.append(chosen)
+
+    def chosen(self) -> list[Tensor]:
+        """Return the experts (N, K) that the rows of the last pass chose, of each layer; empty for passes of many rows."""
+        return [_memory_of(each.base, each.view) for each in self._chosen]
+
+    def _lower_add_chosen(self, operation: Operation) -> GraphValue:
+        x, index, bias = operation.inputs
+        value, chosen = self._contiguous(self._value(x)), self._value(index)
+        rows, among = chosen.view.shape
+        x_RKO = self._tensor(value, value.view.view(rows, among, -1))
+        tensor = self._make.add_chosen(self._context, x_RKO, self._tensor(self._value(bias)), self._tensor(chosen))
+        return self._node(tensor, value.view)
+
+
+def _memory_of(tensor: int, view: Tensor) -> Tensor:
+    """Return the memory of one of ggml's tensors as a tensor of torch, with the sizes and strides of a view: float32 or int32."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    kind, dtype = (ctypes.c_float, torch.float32) if view.is_floating_point() else (ctypes.c_int32, torch.int32)
+    memory = (kind * (view.storage_offset() + elements)).from_address(address_at(tensor + DATA_AT).value or 0)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(view.shape, view.stride(), view.storage_offset())
