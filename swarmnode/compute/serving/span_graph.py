@@ -36,7 +36,7 @@ from swarmnode.compute.packing.ggml import (
 )
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
-from swarmnode.compute.serving.graph_choices import F16, F32, NUMBERS, ChoiceNodes, Value
+from swarmnode.compute.serving.graph_choices import BY_TORCH, F16, F32, NUMBERS, ChoiceNodes, Value
 from swarmnode.compute.serving.span_trace import (
     CONSTANT,
     LATE,
@@ -233,8 +233,8 @@ class SpanGraph(ChoiceNodes):
         """Add an operation to the graph. Raises CannotBeLowered if ggml has no counterpart."""
         special = getattr(self, f"_lower_{operation.name}", None)
         late = [each for each in operation.needs() if each.stage == LATE]
-        if operation.name != "write" and not all(each in self._values for each in late):
-            return  # torch computes it, if it computes what it reads
+        if operation.name in BY_TORCH and not all(each in self._values for each in late):
+            return  # torch computes it, as what it reads
         if special is not None:
             self._values[operation] = special(operation)
         elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.attention import attend_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.gguf.repack import ROUTERS
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix
@@ -58,7 +59,8 @@ def family_span(model_type: str, folder: Path) -> ModelSpan:
     packed: dict[str, Any] = {}
     for name, module in plain.model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and "embed" not in name:
+        is_kept = "embed" in name or name.rpartition(".")[2] in ROUTERS
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and not is_kept:
             rows = gguf.quantize(weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
             matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1])
             packed[f"{name}.weight"] = PackedWeight([matrix], torch.float32)
