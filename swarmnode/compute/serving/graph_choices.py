@@ -41,7 +41,23 @@ DESCENDING = 1  # ggml's order of sorting
 LARGEST = 3.4028234e38  # of float32
 MOST_READ = 9  # tensors that one of ggml's nodes reads
 BY_TORCH = frozenset(
-    {"topk", "sort", "gather", "scatter", "masked_fill", "where", "eq", "ne", "ge", "gt", "le", "lt", "max", "amax", "argmax"}
+    {
+        "topk",
+        "sort",
+        "gather",
+        "scatter",
+        "masked_fill",
+        "where",
+        "eq",
+        "ne",
+        "ge",
+        "gt",
+        "le",
+        "lt",
+        "max",
+        "amax",
+        "argmax",
+    }
     | {
         "zeros_like",
         "ones_like",
