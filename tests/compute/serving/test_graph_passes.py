@@ -33,7 +33,7 @@ from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfi
 from swarmnode.compute.serving.span_graph import SpanGraph
 from swarmnode.compute.serving.span_trace import CannotBeLowered
 from swarmnode.ledger import Account, MemoryLedger
-from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack
 from tests.numerics.families import tiny_config
 
@@ -270,9 +270,7 @@ def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
 
 
 def test_what_has_no_counterpart_stays_on_torchs_way(tmp_path: Path) -> None:
-    save_moe_gguf(tmp_path / "tiny.gguf", form="Q4_0")
-    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
-    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="fast", check=False)
+    span = family_span("phimoe", tmp_path)  # its router compares each expert with the best one
     runner = open_runner(span)
     assert bool(logits(runner, some_ids(span), [5]).isfinite().all())
-    assert graphs_of(runner).passes == 0 and "depends on values" in str(graphs_of(runner).refusals)
+    assert graphs_of(runner).passes == 0 and "operation" in str(graphs_of(runner).refusals)
