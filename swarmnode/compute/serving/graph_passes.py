@@ -78,6 +78,8 @@ class SpanGraphs:
         self.span = span
         self.refusals: dict[Hashable, str] = {}
         self.passes = 0
+        self.chosen: list[Tensor] = []
+        """Experts (N, K) that the rows of the last pass chose, by layer; empty for passes of many rows"""
         self._windows = windows
         self._ledger = ledger or MemoryLedger()
         self._spare_cores = SpareCores()
@@ -106,7 +108,9 @@ class SpanGraphs:
         if graph is None:
             return None
         self.passes += 1
+        self.chosen = []
         output = graph.run(cohort, x, self._spare_cores.count() if torch.get_num_threads() > 1 else None)
+        self.chosen = graph.chosen()
         return self.span.empty_logits(rows) if output is None else output
 
     def close(self) -> None:

@@ -74,6 +74,10 @@ class ExpertCounts:
                 self.text += text
                 self.guesses += len(experts_NK[(sure_N | guessed_N).to(experts_NK.device)].unique()) - text
 
+    def note(self, chosen: Sequence[Tensor]) -> None:
+        """Note the experts_NK that a graph's pass chose."""
+        self._chosen += chosen
+
     def _note(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point():
             self._chosen.append(inputs[1].detach().view(len(inputs[1]), -1))
@@ -455,7 +459,7 @@ class StageRunner:
     def _look_at_experts(
         self, cohort: Cohort, works: Mapping[CachedSession, StepInput], columns: int
     ) -> Iterator[None]:
-        """Count the experts of a pass with guesses, if it is due. Such a pass is not replayed."""
+        """Count the experts of a pass with guesses, if it is due. Such a pass is not replayed; a graph tells its choices."""
         if not any(work.guessed for work in works.values()) or not self.experts.is_due():
             yield
             return
@@ -466,8 +470,11 @@ class StageRunner:
         sure_N, guessed_N = (torch.cat(some) for some in zip(*parts, strict=True))
         captured, self.captured = self.captured, None
         try:
+            passes = 0 if self.graphs is None else self.graphs.passes
             with self.experts.looking(sure_N, guessed_N):
                 yield
+                if self.graphs is not None and self.graphs.passes > passes:
+                    self.experts.note(self.graphs.chosen)
         finally:
             self.captured = captured
 

@@ -224,7 +224,7 @@ class SpanGraph(ChoiceNodes):
                 self._values[operation] = special(operation)
             elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):
                 self._values[operation] = self._lower_view(operation)
-            elif operation.name in UNARY:
+            elif operation.name in UNARY and operation.function is not None:
                 self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
             elif operation.name in BINARY:
                 self._values[operation] = self._binary(operation)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.attention import attend_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.gguf.repack import ROUTERS
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
@@ -32,7 +33,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.span_graph import SpanGraph
 from swarmnode.ledger import Account, MemoryLedger
-from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack
 from tests.numerics.families import tiny_config
 
@@ -58,7 +59,8 @@ def family_span(model_type: str, folder: Path) -> ModelSpan:
     packed: dict[str, Any] = {}
     for name, module in plain.model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and "embed" not in name:
+        is_kept = "embed" in name or name.rpartition(".")[2] in ROUTERS
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and not is_kept:
             rows = gguf.quantize(weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
             matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1])
             packed[f"{name}.weight"] = PackedWeight([matrix], torch.float32)
@@ -313,12 +315,3 @@ def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
     assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
     (reason,) = graphs_of(runner).refusals.values()
     assert re.search(why, reason) and not (tmp_path / "crashes").read_text()
-
-
-def test_what_has_no_counterpart_stays_on_torchs_way(tmp_path: Path) -> None:
-    save_moe_gguf(tmp_path / "tiny.gguf", form="Q4_0")
-    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
-    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="fast", check=False)
-    runner = open_runner(span)
-    assert bool(logits(runner, some_ids(span), [5]).isfinite().all())
-    assert graphs_of(runner).passes == 0 and "depends on values" in str(graphs_of(runner).refusals)
