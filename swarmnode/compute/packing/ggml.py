@@ -117,8 +117,9 @@ class Library:
     """C functions of ggml in the libraries `files`, by short names.
 
     Functions that some builds lack: `dequantisers` has those that are there, `interleaved` (ggml's kind of memory in which the rows
-    of some formats lie interleaved) and `quantise_rows` are None without theirs. Raises AttributeError if the library lacks another
-    function, OSError if it cannot be loaded.
+    of some formats lie interleaved), `add_sinks` and `quantise_rows` are None without theirs.
+
+    Raises AttributeError if the library lacks another function, OSError if it cannot be loaded.
     """
 
     def __init__(self, *files: Path) -> None:
@@ -131,6 +132,7 @@ class Library:
         self.new_tensor_4d = self._function("ggml_new_tensor_4d", pointer, pointer, c_int, *(4 * [c_int64]))
         self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
         self.attend = self._function("ggml_flash_attn_ext", pointer, *(5 * [pointer]), *(3 * [c_float]))
+        self.add_sinks = self._optional_function("ggml_flash_attn_ext_add_sinks", None, pointer, pointer)
         self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
         self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
         self.new_backend = self._function("ggml_backend_cpu_init", pointer)
@@ -334,6 +336,7 @@ class Operators:
         self.scale_bias = make("ggml_scale_bias", p, p, p, c_float, c_float)
         self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
         self.set_rows = make("ggml_set_rows", p, p, p, p, p)
+        self.set_inplace = make("ggml_set_inplace", p, p, p, p, size, size, size, size)
         self.concat = make("ggml_concat", p, p, p, p, c_int)
         self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
