@@ -330,6 +330,7 @@ class Operators:
         self.view = make("ggml_view_4d", p, p, p, n, n, n, n, size, size, size, size)
         self.reshape = make("ggml_reshape_4d", p, p, p, n, n, n, n)
         self.cont = make("ggml_cont", p, p, p)
+        self.copy = make("ggml_cpy", p, p, p, p)
         self.cast = make("ggml_cast", p, p, p, c_int)
         self.rms_norm = make("ggml_rms_norm", p, p, p, c_float)
         self.norm = make("ggml_norm", p, p, p, c_float)

@@ -27,13 +27,12 @@ from swarmnode.compute.packing.ggml import (
     SIZES_AT,
     STRIDES_AT,
     UNARY,
-    InitParams,
     address_at,
     aligned,
     library,
     numbers_at,
 )
-from swarmnode.compute.packing.ggml_graph import F16, F32, NUMBERS, CannotBeLowered, GraphTensors, GraphValue
+from swarmnode.compute.packing.ggml_graph import F16, F32, NEOX, NUMBERS, CannotBeLowered, GraphTensors, GraphValue
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.span_trace import (
@@ -48,7 +47,6 @@ from swarmnode.compute.serving.span_trace import (
 )
 from swarmnode.compute.serving.torch_steps import TorchStep
 
-NEOX = 2  # ggml's rotary embedding of halves
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
 QUERIES, COLUMNS = (
@@ -103,7 +101,8 @@ class SpanGraph(GraphTensors):
         self._shared: dict[Operation, Tensor] = {}  # values that a graph and something else use
         left = [operation for operation in trace.operations if operation.stage == LATE]
         while left or not self._graphs:
-            self._graphs.append(self._new_graph(nodes))
+            self._graph = self._new_graph(nodes)
+            self._graphs.append(self._graph)
             later: dict[Operation, bool] = {}  # what waits for torch; whether torch computes it next
             for operation in left:
                 if ggml.used_bytes(self._context) > self._size - (32 + 6 * parts) * ggml.tensor_overhead():
@@ -141,12 +140,6 @@ class SpanGraph(GraphTensors):
         super().__del__()
 
     # -- building
-
-    def _new_graph(self, nodes: int) -> int:
-        context = self._ggml.init(InitParams(self._make.overhead(nodes, False), None, True))
-        self._contexts.append(context)
-        self._graph = self._ggml.new_graph(context, nodes, False)
-        return self._graph
 
     def _add_step(self, later: Mapping[Operation, bool]) -> list[Operation]:
         """End a graph with what torch computes behind it, and return the operations that are left. Values of the graph that are
