@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**EXPERTS, "head_dim": 8, "sliding_window": 6},
     # and as many more as there are
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "granite_swa": {"sliding_window": 6},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"sliding_window": 6, "sliding_window_pattern": 2},

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import Any
 
 import torch
@@ -53,22 +54,39 @@ class _Attention(Prepared):
     """Attention of N queries, each of H heads, to keys and values of G heads in ggml's format `number`; N is 2 at least."""
 
     def __init__(
-        self, ggml: Any, number: int, queries: int, heads: int, groups: int, width: int, value_width: int, scale: float
+        self,
+        ggml: Any,
+        number: int,
+        queries: int,
+        heads: int,
+        groups: int,
+        width: int,
+        value_width: int,
+        scale: float,
+        softcap: float,
+        has_sinks: bool,
     ) -> None:
         super().__init__(ggml)
         q = ggml.new_tensor_4d(self.context, NUMBERS[torch.float32], width, 1, heads, queries)
         k, v = (ggml.new_tensor_4d(self.context, number, each, 1, groups, queries) for each in (width, value_width))
         mask = ggml.new_tensor_4d(self.context, MASK_NUMBER, 1, 1, 1, queries)
-        y = ggml.attend(self.context, q, k, v, mask, scale, 0.0, 0.0)
+        y = ggml.attend(self.context, q, k, v, mask, scale, 0.0, softcap)
+        if has_sinks:
+            sinks = ggml.new_tensor(self.context, NUMBERS[torch.float32], heads, 1)
+            ggml.add_sinks(y, sinks)
         ggml.expand(self.graph, y)
-        self._places = [address_at(tensor + DATA_AT) for tensor in (q, k, v, mask, y)]
+        places = (q, k, v, mask, y, *([sinks] if has_sinks else []))
+        self._places = [address_at(tensor + DATA_AT) for tensor in places]
         self._sizes = [numbers_at(tensor + SIZES_AT) for tensor in (k, v, mask)]
         self._strides = [numbers_at(tensor + STRIDES_AT) for tensor in (q, k, v, mask)]
 
-    def place(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> None:
-        """Take q (N, H, D), k (N, G, C, D), v (N, G, C, W), mask (N, C) and y (N, H, W). Rows of all but y may share memory."""
+    def compute(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], sinks: Tensor | None) -> None:
+        """Compute y (N, H, W) of q (N, H, D), k (N, G, C, D), v (N, G, C, W), mask (N, C) and sinks (H).
+
+        Rows of all but y may share memory.
+        """
         q_NHD, k, v, mask_NC, _ = tensors
-        for place, tensor in zip(self._places, tensors, strict=True):
+        for place, tensor in zip(self._places, tensors if sinks is None else (*tensors, sinks), strict=True):
             place.value = tensor.data_ptr()
         self._strides[0][3] = q_NHD.element_size() * q_NHD.stride(0)
         for sizes, strides, tensor in zip(self._sizes, self._strides[1:], (k, v), strict=False):
@@ -78,9 +96,6 @@ class _Attention(Prepared):
         self._sizes[2][0] = mask_NC.shape[1]
         self._strides[3][1] = self._strides[3][2] = mask_NC.element_size() * mask_NC.shape[1]
         self._strides[3][3] = mask_NC.element_size() * mask_NC.stride(0)
-
-    def __call__(self) -> None:
-        """Compute y of the tensors that were placed last."""
         threads().compute(self)
 
 
@@ -92,87 +107,56 @@ def attention_by_position(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention (B, T, H, W) of queries (B, H, T, D) to keys (B, G, C, D) and values (B, G, C, W), and None.
 
     transformers expects this pair. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity; None if
-    all columns up to the position's own count. torch computes the attention instead, whose bits depend on the company, if it takes
-    gradients, has a dropout or a position bias or is not causal, or if the mask has another dtype, as in training.
+    all columns up to the position's own count. `softcap` bounds the scores, and `s_aux` are scores of sinks, one of each head.
+    torch computes the attention instead, whose bits depend on the company, if it takes gradients, has a dropout or a position bias
+    or is not causal, or if the mask has another dtype, as in training.
 
     A pass that is recorded for a graph of ggml (`span_graph.py`) takes the attention as a whole.
 
     Raises ValueError if ggml cannot take these shapes.
     """
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    is_other = dropout or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
     if (recorder := threads().recorder) is not None and hasattr(recorder, "attention"):
-        others = [name for name in ("position_bias",) if kwargs.get(name) is not None]
-        if dropout or others or kwargs.get("is_causal") is False:
-            raise ValueError(f"attention with {others or 'dropout or a view ahead'} has no counterpart")
+        if is_other:
+            raise ValueError("attention with a dropout, a position bias or a view ahead has no counterpart")
         check_attention(query.shape, key.shape, value.shape)
-        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-        return recorder.attention(query, key, value, attention_mask, scale), None
-    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
-    if (
-        trains
-        or has_other_mask
-        or dropout
-        or kwargs.get("position_bias") is not None
-        or kwargs.get("is_causal") is False
-    ):
-        mask = None if attention_mask is None else attention_mask.to(query.dtype)
-        y, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-        return y, None
-    check_attention(query.shape, key.shape, value.shape)
-    if key.dtype not in NUMBERS or not key.stride(-1) == value.stride(-1) == 1:
-        key, value = key.float().contiguous(), value.float().contiguous()
+        return recorder.attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux), None
     rows, heads, count, width = query.shape
-    q_BTHD = query.transpose(1, 2).float().contiguous()
     columns = key.shape[2]
     if attention_mask is None:  # a causal pass whose queries belong to the last columns
         hidden_TC = torch.full((count, columns), -math.inf, dtype=torch.float16).triu_(columns - count + 1)
         mask_BTC = hidden_TC.expand(rows, count, columns).contiguous()
     else:
         mask_BTC = attention_mask.expand(rows, 1, count, columns).reshape(rows, count, columns)
-    y_BTHW = torch.empty(rows, count, heads, value.shape[3])
-    scale = 1 / math.sqrt(width) if scaling is None else scaling
-    if rows == count == 1:
-        _attend_alone(q_BTHD, key, value, mask_BTC, y_BTHW, scale)
-    elif count == 1:
-        _attend((q_BTHD[:, 0], key, value, mask_BTC[:, 0], y_BTHW[:, 0]), scale)
-    else:
-        for q_THD, k, v, mask_TC, y_THW in zip(q_BTHD, key, value, mask_BTC, y_BTHW, strict=True):
-            _attend((q_THD, k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1), mask_TC, y_THW), scale)
-    return y_BTHW.to(query.dtype), None
-
-
-def _attend_alone(q: Tensor, key: Tensor, value: Tensor, mask: Tensor, y: Tensor, scale: float) -> None:
-    """Compute y (1, 1, H, W) of one query with its groups of heads as rows, or its heads, or the only head twice."""
-    heads, groups = q.shape[2], key.shape[1]
-    rows = groups if groups > 1 else max(2, heads)
-    each = heads // groups if groups > 1 else 1
-    q_NHD = q.view(-1, each, q.shape[3]).expand(rows, -1, -1)
-    k, v = (tensor.transpose(0, 1).expand(rows, -1, -1, -1) for tensor in (key, value))
-    y_NHW = y.view(rows, each, -1) if heads > 1 else torch.empty(rows, 1, y.shape[3])
-    _attend((q_NHD, k, v, mask[0].expand(rows, -1), y_NHW), scale)
-    if heads == 1:
-        y.copy_(y_NHW[:1, None])
-
-
-def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float) -> None:
-    """Compute the last of the tensors that `_Attention.place` takes."""
-    q_NHD, k, _, _, y_NHW = tensors
-    kind = NUMBERS[k.dtype], *q_NHD.shape[:2], k.shape[1], q_NHD.shape[2], y_NHW.shape[2], scale
-    here = threads()
-    if here.recorder is None:
-        prepared = here.prepared(_Attention, *kind)
-    else:
-        ggml = library()
-        assert ggml is not None
-        prepared = _Attention(ggml, *kind)
-        here.recorder.record_call(prepared)
-    prepared.place(tensors)
-    prepared()
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if trains or mask_BTC.dtype != torch.float16 or is_other:
+        if softcap is None and s_aux is None:
+            mask = None if attention_mask is None else attention_mask.to(query.dtype)
+            return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)[0], None
+        own = sys.modules[type(module).__module__].eager_attention_forward  # the family's, with cap and sinks
+        mask, kwargs = mask_BTC[:, None].to(query.dtype), {**kwargs, "softcap": softcap, "s_aux": s_aux}
+        return own(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)[0], None
+    check_attention(query.shape, key.shape, value.shape)
+    if key.dtype not in NUMBERS or not key.stride(-1) == value.stride(-1) == 1:
+        key, value = key.float().contiguous(), value.float().contiguous()
+    q_BTHD = query.transpose(1, 2).float().contiguous()
+    y_BTHW = torch.empty(rows, max(2, count), heads, value.shape[3])  # columns of a lone row would be shared out
+    kind = NUMBERS[key.dtype], y_BTHW.shape[1], heads, key.shape[1], width, value.shape[3], scale, softcap or 0.0
+    attention = threads().prepared(_Attention, *kind, s_aux is not None)
+    sinks = None if s_aux is None else s_aux.detach().float().contiguous()
+    for part in zip(q_BTHD, key[:, None], value[:, None], mask_BTC, y_BTHW, strict=True):
+        q, k, v, mask_TC, y = part
+        places = [each.expand(len(y), *each.shape[1:]) for each in (q, k, v, mask_TC)]
+        attention.compute((places[0], places[1], places[2], places[3], y), sinks)
+    return y_BTHW[:, :count].to(query.dtype), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -185,8 +169,14 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def attend_by_position(model: Any) -> None:
-    """Let a model compute attention in this way, if its family leaves the choice and torch's attention would be used."""
-    if library() is None or model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+    """Let a model compute attention in this way, if its family leaves the choice.
+
+    Caps and sinks, for which a family's own code would be used, need a build of ggml that knows sinks.
+    """
+    ggml, chosen = library(), model.config._attn_implementation
+    if ggml is None or chosen not in ("sdpa", "eager") or not model._supports_attention_backend:
+        return
+    if chosen == "eager" and ggml.add_sinks is None:
         return
     ALL_ATTENTION_FUNCTIONS.register(BY_POSITION, attention_by_position)
     ALL_MASK_ATTENTION_FUNCTIONS.register(BY_POSITION, _mask)

@@ -119,8 +119,9 @@ class Library:
     """C functions of ggml in the libraries `files`, by short names.
 
     Functions that some builds lack: `dequantisers` has those that are there, `interleaved` (ggml's kind of memory in which the rows
-    of some formats lie interleaved) and `quantise_rows` are None without theirs. Raises AttributeError if the library lacks another
-    function, OSError if it cannot be loaded.
+    of some formats lie interleaved), `add_sinks` and `quantise_rows` are None without theirs.
+
+    Raises AttributeError if the library lacks another function, OSError if it cannot be loaded.
     """
 
     def __init__(self, *files: Path) -> None:
@@ -134,6 +135,7 @@ class Library:
         self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
         self.multiply_chosen = self._function("ggml_mul_mat_id", pointer, pointer, pointer, pointer, pointer)
         self.attend = self._function("ggml_flash_attn_ext", pointer, *(5 * [pointer]), *(3 * [c_float]))
+        self.add_sinks = self._optional_function("ggml_flash_attn_ext_add_sinks", None, pointer, pointer)
         self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
         self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
         self.new_backend = self._function("ggml_backend_cpu_init", pointer)
@@ -332,12 +334,14 @@ class Operators:
         self.view = make("ggml_view_4d", p, p, p, n, n, n, n, size, size, size, size)
         self.reshape = make("ggml_reshape_4d", p, p, p, n, n, n, n)
         self.cont = make("ggml_cont", p, p, p)
+        self.copy = make("ggml_cpy", p, p, p, p)
         self.cast = make("ggml_cast", p, p, p, c_int)
         self.rms_norm = make("ggml_rms_norm", p, p, p, c_float)
         self.norm = make("ggml_norm", p, p, p, c_float)
         self.scale_bias = make("ggml_scale_bias", p, p, p, c_float, c_float)
         self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
         self.set_rows = make("ggml_set_rows", p, p, p, p, p)
+        self.set_inplace = make("ggml_set_inplace", p, p, p, p, size, size, size, size)
         self.concat = make("ggml_concat", p, p, p, p, c_int)
         self.softmax = make("ggml_soft_max", p, p, p)
         self.sum_rows = make("ggml_sum_rows", p, p, p)

@@ -26,9 +26,10 @@ from swarmnode.compute.packing.ggml import (
     library,
     numbers_at,
 )
-from swarmnode.compute.packing.ggml_matrix import TRIED_OUTPUTS, TRIED_ROWS, GgmlMatrix
+from swarmnode.compute.packing.ggml_matrix import TRIED_OUTPUTS, TRIED_ROWS, GgmlMatrix, threads
 from swarmnode.errors import LocalError
 
+NEOX = 2  # ggml's rotary embedding of halves
 F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
 NUMBERS = {
     torch.float32: F32,
@@ -76,6 +77,12 @@ class GraphTensors:
     def __del__(self) -> None:
         for context in getattr(self, "_contexts", ()):
             self._ggml.free(context)
+
+    def _new_graph(self, nodes: int) -> int:
+        """Return an empty graph for so many nodes."""
+        self._contexts.append(self._ggml.init(InitParams(self._make.overhead(nodes, False), None, True)))
+        graph: int = self._ggml.new_graph(self._contexts[-1], nodes, False)
+        return graph
 
     def _leaf(self, memory: Tensor) -> int:
         """Return a tensor of ggml at a torch tensor's memory, which stays alive. With more than four dimensions it has one."""
@@ -146,17 +153,83 @@ INPUTS, MOST_LOST = 512, {"exact": 1e-4, "fast": 0.03}
 
 
 def try_build() -> None:
-    """Compare the chosen build's products with those of the values that the package gguf dequantises.
+    """Compare the chosen build's products with those of the values that the package gguf dequantises, and its nodes with torch.
 
     For a process of its own: it prints the first difference, or why the build cannot be loaded, and ends with 1.
     """
     try:
-        wrong = next(filter(None, map(_difference, FORMATS)), "")
-    except LocalError as error:
+        wrong = next(filter(None, map(_difference, FORMATS)), "") or _wrong_nodes()
+    except (CannotBeLowered, LocalError) as error:
         wrong = str(error)
     if wrong:
         print(wrong)
         raise SystemExit(1)
+
+
+def _wrong_nodes() -> str:
+    """Return which nodes of a graph give other numbers than torch; empty if none do.
+
+    The graph has an attention block without products: a norm, a rotary embedding, a cache that is written, attention with a cap, a
+    gated activation.
+    """
+    ggml = library()
+    assert ggml is not None
+    graph, width, heads, columns = GraphTensors(ggml, 64), 32, 2, 5
+    make, context, draw = graph._make, graph._context, torch.Generator().manual_seed(0)
+    x_THD, positions_T = torch.randn(3, heads, width, generator=draw), torch.arange(3, dtype=torch.int32) + columns
+    cache_HCD, sinks_H = torch.randn(heads, 3 + columns, width, generator=draw), torch.randn(heads, generator=draw)
+    sinks_H = sinks_H if ggml.add_sinks is not None else torch.full((heads,), -torch.inf)
+    frequencies = 2.0 ** -torch.arange(width // 2)
+    seen_TC = torch.arange(3 + columns) <= positions_T[:, None]
+    mask_TC = torch.where(seen_TC, 0.0, -torch.inf).half()
+    # torch's numbers
+    normed = x_THD * (x_THD.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    angles = (positions_T[:, None] * frequencies.repeat(2))[:, None]
+    turned = torch.cat([-normed[..., width // 2 :], normed[..., : width // 2]], -1)
+    roped = normed * angles.cos() + turned * angles.sin()
+    kept = cache_HCD.clone()
+    kept[:, columns:] = roped.transpose(0, 1)
+    scores = torch.tanh(roped.transpose(0, 1) @ kept.transpose(1, 2) * 0.2 / 3) * 3
+    scores = torch.cat([scores.masked_fill(~seen_TC, -torch.inf), sinks_H[:, None, None].expand(-1, 3, 1)], -1)
+    attended = (scores.softmax(-1)[..., :-1] @ kept).transpose(0, 1)
+    wanted = {
+        "norm": normed,
+        "rotary embedding": roped,
+        "attention": attended,
+        "gated activation": torch.nn.functional.silu(attended) * x_THD,
+    }
+    # ggml's
+    x, cache = graph._leaf(x_THD), graph._leaf(cache_HCD)
+    norm = make.rms_norm(context, x, 1e-5)
+    factors = graph._leaf(1 / frequencies)
+    rope = make.rope(
+        context, norm, graph._leaf(positions_T), factors, *(width, NEOX, 0), *(1.0, 1.0, 0.0, 1.0, 32.0, 1.0)
+    )
+    by_head = GraphValue(rope, torch.empty(3, heads, width, device="meta").transpose(0, 1))
+    written = make.set_rows(context, cache, graph._tensor(by_head), graph._leaf(positions_T.long()))
+    every = GraphValue(written, torch.empty(1, heads, 3 + columns, width, device="meta"))
+    keys = graph._tensor(every, every.view.expand(1, -1, -1, -1))
+    queries = graph._tensor(GraphValue(rope, torch.empty(1, 3, heads, width, device="meta").transpose(1, 2)))
+    attention = ggml.attend(context, queries, keys, keys, graph._leaf(mask_TC), 0.2, 0.0, 3.0)
+    if ggml.add_sinks is not None:
+        ggml.add_sinks(attention, graph._leaf(sinks_H))
+    nodes = {
+        "norm": norm,
+        "rotary embedding": rope,
+        "attention": attention,
+        "gated activation": make.gated["silu"](context, attention, x),
+    }
+    results, program = {name: torch.zeros(3, heads, width) for name in nodes}, graph._new_graph(64)
+    for name, node in nodes.items():
+        ggml.expand(program, make.copy(context, node, graph._leaf(results[name])))
+    allocator = make.new_allocator(make.cpu_memory())
+    make.allocate(allocator, program)
+    threads().compute_graph(program)
+    make.free_allocator(allocator)
+    for name, result in results.items():
+        if not torch.allclose(result, wanted[name], atol=1e-3):
+            return f"its {name} gives other numbers than torch"
+    return ""
 
 
 def _difference(name: str) -> str:

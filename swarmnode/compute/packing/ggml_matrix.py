@@ -254,7 +254,8 @@ class GgmlMatrix:
             return torch.empty(0, self.outputs)
         recorder = threads().recorder
         if recorder is not None:
-            recorded_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            is_product = not self._exact and hasattr(recorder, "product")
+            recorded_RO: Tensor = recorder.product(self, x_RI) if is_product else recorder.calling(self.multiply, x_RI)
             return recorded_RO
         if not self._exact:
             return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.multiplies_rows_apart(len(x_RI)))

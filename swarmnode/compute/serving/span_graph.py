@@ -27,13 +27,12 @@ from swarmnode.compute.packing.ggml import (
     SIZES_AT,
     STRIDES_AT,
     UNARY,
-    InitParams,
     address_at,
     aligned,
     library,
     numbers_at,
 )
-from swarmnode.compute.packing.ggml_graph import F16, F32, NUMBERS, CannotBeLowered, GraphValue
+from swarmnode.compute.packing.ggml_graph import F16, F32, NEOX, NUMBERS, CannotBeLowered, GraphValue
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.graph_choices import CHOICES, ChoiceNodes
@@ -49,9 +48,12 @@ from swarmnode.compute.serving.span_trace import (
 )
 from swarmnode.compute.serving.torch_steps import TorchStep
 
-NEOX = 2  # ggml's rotary embedding of halves
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
+QUERIES, COLUMNS = (
+    128,
+    64,
+)  # queries of a prompt that look back over equally many columns, which are a multiple of COLUMNS
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -62,13 +64,14 @@ def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 class _Follower(NamedTuple):
     """Tensor of ggml in the buffers of a cohort: the keys (`which` 0) or values of a layer, from a row on. `steps` are the strides
-    of its dimensions besides the first."""
+    of its dimensions besides the first. Its columns are those that the new positions up to `end` see; all if that is None."""
 
     tensor: int
     layer: int
     which: int
     steps: tuple[int, int, int]
     row: int
+    end: int | None = None
 
 
 class SpanGraph(ChoiceNodes):
@@ -82,7 +85,7 @@ class SpanGraph(ChoiceNodes):
     def __init__(self, trace: SpanTrace, rows: int, count: int, kept: int, dtype: torch.dtype) -> None:
         ggml = library()
         assert ggml is not None
-        parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
+        parts = rows * -(-count // QUERIES) if count >= SIDE_BY_SIDE else 1  # of attention
         nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
         super().__init__(ggml, nodes)
         self._trace, self._dtype = trace, dtype
@@ -95,6 +98,7 @@ class SpanGraph(ChoiceNodes):
         self._masks: dict[int | None, tuple[dict[tuple[int, int, int], int], Tensor]] = {}
         self._early: list[tuple[Operation, Tensor]] = []
         self._columns: dict[int | None, tuple[int, Tensor]] = {}
+        self._seen: dict[tuple[int | None, int], int] = {}  # columns that positions up to a place see, as they are set
         self._positions: tuple[int, Tensor] | None = None
         self._bound: Callable[[], Cohort | None] = lambda: None
         self._allocator: int | None = None
@@ -104,7 +108,8 @@ class SpanGraph(ChoiceNodes):
         self._shared: dict[Operation, Tensor] = {}  # values that a graph and something else use
         left = [operation for operation in trace.operations if operation.stage == LATE]
         while left or not self._graphs:
-            self._graphs.append(self._new_graph(nodes))
+            self._graph = self._new_graph(nodes)
+            self._graphs.append(self._graph)
             later: dict[Operation, bool] = {}  # what waits for torch; whether torch computes it next
             for operation in left:
                 if ggml.used_bytes(self._context) > self._size - (32 + 6 * parts) * ggml.tensor_overhead():
@@ -142,12 +147,6 @@ class SpanGraph(ChoiceNodes):
         super().__del__()
 
     # -- building
-
-    def _new_graph(self, nodes: int) -> int:
-        context = self._ggml.init(InitParams(self._make.overhead(nodes, False), None, True))
-        self._contexts.append(context)
-        self._graph = self._ggml.new_graph(context, nodes, False)
-        return self._graph
 
     def _add_step(self, later: Mapping[Operation, bool]) -> list[Operation]:
         """End a graph with what torch computes behind it, and return the operations that are left. Values of the graph that are
@@ -432,58 +431,64 @@ class SpanGraph(ChoiceNodes):
         return self._views["placeholder",]
 
     def _lower_attention(self, operation: Operation) -> GraphValue:
-        query, write = operation.inputs
+        """Add attention in parts, in which each query is a row of its own. A part has queries q (X, heads, Y, width), the number of
+        its keys' rows and heads with the strides between them, a row of the cohort, and its mask."""
+        query, write, *sinks = operation.inputs
         layer = write.inputs[2]
         value = self._value(query)
         rows, heads, count, width = value.view.shape
-        keys, values = (self._value(each).view for each in write.inputs[:2])
-        groups, value_width = keys.shape[1], values.shape[3]
-        q_BTHD = value.view.transpose(1, 2)
-        parts: list[tuple[Tensor, tuple[int, ...], tuple[int, int, int], int, tuple[int, int, int]]] = []
+        (groups, _), (_, value_width) = self._shapes[layer]
+        parts: list[tuple[Tensor, tuple[int, int], tuple[int, int, int], int, tuple[int, int, int]]] = []
         if rows > 1 and 1 < count < SIDE_BY_SIDE:  # few queries of each row, side by side
             parts.append((value.view, (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, count, 0)))
         else:
-            try:
-                q = q_BTHD.view(rows, count, heads, width)
-            except RuntimeError:
-                value = self._contiguous(GraphValue(value.base, q_BTHD))
-                q = value.view.view(rows, count, heads, width)
-            if rows * count == 1:
-                # A lone query's columns would be shared out among threads: so its heads are rows.
-                apart, each = (groups, heads // groups) if groups > 1 else (max(heads, 2), 1)
-                q = q.view(-1, each, 1, width).expand(apart, -1, -1, -1)
-                parts.append(
-                    (
-                        q,
-                        (apart, 1),
-                        (COLUMN, HEAD if groups > 1 else NOWHERE, HEAD if groups > 1 else NOWHERE),
-                        0,
-                        (1, 1, 0),
-                    )
-                )
+            value = self._contiguous(GraphValue(value.base, value.view.transpose(1, 2)))
+            q_BTHD = value.view.view(rows, count, heads, width)
+            if count == rows == 1:
+                # A lone query's columns would be shared out among threads: so its heads are rows, or it comes twice.
+                apart, each = (groups, heads // groups) if groups > 1 else (heads, 1)
+                step = HEAD if groups > 1 else NOWHERE
+                if sinks or heads == 1:  # sinks go by heads
+                    apart, each, step = 2, heads, NOWHERE
+                    twice = self._make.concat(self._context, value.base, value.base, 1)
+                    value = self._node(twice, torch.empty(2, heads, width, device="meta"))
+                q = value.view.view(apart, each, 1, width)
+                parts.append((q, (apart, groups if sinks else 1), (COLUMN, HEAD, step), 0, (1, 1, 0)))
             elif count == 1:
-                parts.append((q.transpose(1, 2), (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, 1, 0)))
+                parts.append((q_BTHD.transpose(1, 2), (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, 1, 0)))
             else:
-                parts += [
-                    (q[row][:, :, None], (count, groups), (COLUMN, HEAD, NOWHERE), row, (count, 1, row * count))
-                    for row in range(rows)
-                ]
+                for row, first in itertools.product(range(rows), range(0, count, QUERIES)):
+                    q = q_BTHD[row, first : first + QUERIES, :, None]
+                    place = row * count + first
+                    parts.append((q, (len(q), groups), (COLUMN, HEAD, NOWHERE), row, (len(q), 1, place)))
         result = 0
         for q, (batch, among), steps, row, of_mask in parts:
             k, v = (
                 self._ggml.new_tensor_4d(self._context, NUMBERS[self._dtype], each, 1, among, batch)
                 for each in (width, value_width)
             )
+            place = of_mask[2] - row * count
+            end = place + len(q) if len(parts) > 1 else count
             for which, tensor in enumerate((k, v)):
                 address_at(tensor + DATA_AT).value = self._placeholder()
-                self._followers.append(_Follower(tensor, layer, which, steps, row))
+                self._followers.append(_Follower(tensor, layer, which, steps, row, end))
             tensor = self._ggml.attend(
                 self._context,
                 self._tensor(value, q),
                 *(k, v, self._mask(self._trace.windows[layer], of_mask)),
-                *(operation.options["scale"], 0.0, 0.0),
+                *(operation.options["scale"], 0.0, operation.options["softcap"]),
             )
-            result = self._make.concat(self._context, result, tensor, 3) if result else tensor
+            if sinks:
+                if self._ggml.add_sinks is None:
+                    raise CannotBeLowered("this build of ggml has no attention with sinks")
+                self._ggml.add_sinks(tensor, self._value(sinks[0]).base)
+            if len(parts) > 1 and width == value_width:  # into a copy of the queries
+                result = result or self._make.cont(self._context, value.base)
+                by_query = 4 * heads * width
+                strides = 4 * width, by_query, by_query, (row * count + place) * by_query
+                result = self._make.set_inplace(self._context, result, tensor, *strides)
+            else:
+                result = self._make.concat(self._context, result, tensor, 3) if result else tensor
         return self._node(result, torch.empty(rows, count, heads, value_width, device="meta"))
 
     def _mask(self, window: int | None, part: tuple[int, int, int]) -> int:
@@ -515,6 +520,10 @@ class SpanGraph(ChoiceNodes):
             mask_RC = cohort.attention_mask(self.count)
             ones = torch.ones(self.rows, cohort.end + self.count, dtype=torch.int64) if mask_RC is None else mask_RC
             values[inputs["mask"]] = ones
+        for (window, end), seen in self._seen.items():
+            columns = -(-(cohort.end + end - cohort.first_kept(self._layer_of(window))) // COLUMNS) * COLUMNS
+            if columns != seen:
+                self._see(cohort, window, end, columns)
         early = self._trace.computed([operation for operation, _ in self._early], values, self._sizes)
         for (_, memory), value in zip(self._early, early, strict=True):
             memory.copy_(value)
@@ -548,6 +557,14 @@ class SpanGraph(ChoiceNodes):
                         values[operation] = self._shared[operation].copy_(values[operation])
         return result if result is None else result.to(self._dtype)
 
+    def _see(self, cohort: Cohort, window: int | None, end: int, columns: int) -> None:
+        """Let attention of the positions up to `end` go over so many columns of the buffers, or over all of them."""
+        self._seen[window, end] = columns
+        for follower in self._followers:
+            if follower.end == end and self._trace.windows.get(follower.layer) == window:
+                most = cohort.columns_in(follower.layer)
+                numbers_at(follower.tensor + SIZES_AT)[1] = min(columns, most)
+
     def _layer_of(self, window: int | None) -> int:
         """Return a layer whose attention has this window."""
         return next(layer for layer in self._shapes if self._trace.windows.get(layer) == window)
@@ -558,7 +575,9 @@ class SpanGraph(ChoiceNodes):
             if layer not in cohort.buffers:
                 keys, values = (torch.empty(1, heads, 1, width, dtype=self._dtype) for heads, width in shapes)
                 cohort.buffers[layer] = cohort.store.allocate(keys, values, self.rows, cohort.columns_in(layer))
-        for tensor, layer, which, steps, row in self._followers:
+        for tensor, layer, which, steps, row, end in self._followers:
+            if end is not None:
+                self._seen[self._trace.windows.get(layer), end] = 0
             buffer = cohort.buffers[layer][which]
             size, (by_row, by_head, by_column, _) = buffer.element_size(), buffer.stride()
             strides = size * by_column, size * by_head, size * by_row, 0

@@ -299,14 +299,24 @@ class _Recording(TorchDispatchMode):
 
         return all_of("keys", keys), all_of("values", values)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Record the attention (B, T, H, W) of queries (B, H, T, D) to a layer's cache."""
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Record the attention (B, T, H, W) of queries (B, H, T, D) to a layer's cache, with sinks (H)."""
         keys, values = self.of(key), self.of(value)
         if (keys.name, values.name) != ("keys", "values") or keys.inputs[0] is not values.inputs[0]:
             raise CannotBeLowered("its attention reads something else than a layer's cache")
         y: Tensor = self._paused(lambda: torch.zeros(*query.transpose(1, 2).shape[:3], value.shape[3]))
-        inputs = (self.of(query), keys.inputs[0])
-        operation = Operation("attention", None, inputs, {"scale": scale, "mask": mask}, y, stage=LATE)
+        inputs = (self.of(query), keys.inputs[0], *([] if sinks is None else [self.of(sinks)]))
+        options = {"scale": scale, "softcap": softcap, "mask": mask}
+        operation = Operation("attention", None, inputs, options, y, stage=LATE)
         return self._result(operation, y)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from swarmnode.compute.model.attention import BY_POSITION, SameBits, attention_by_position
 from swarmnode.compute.model.span import ModelSpan
@@ -108,6 +111,27 @@ def test_a_mask_of_a_pass_of_training_is_read_in_its_own_dtype() -> None:
     mask = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     assert torch.allclose(attention_by_position(None, q, k, v, mask)[0], expected, atol=ORDER)
+
+
+@pytest.mark.parametrize("family", [modeling_gemma2, modeling_gpt_oss], ids=["cap", "sinks"])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_caps_and_sinks_are_the_familys(family: Any, count: int) -> None:
+    """The mask's dtype says whether it is a pass of training, which the family's own code computes."""
+    random = torch.Generator().manual_seed(count)
+    q, k, v = (
+        torch.randn(2, among, 9, 16, generator=random)[:, :, -length:] for among, length in ((4, count), (2, 9), (2, 9))
+    )
+    mask = torch.full((count, 9), -math.inf).triu(10 - count).expand(2, 1, -1, -1)
+    module = type("Attention", (torch.nn.Module,), {"__module__": family.__name__})()
+    module.num_key_value_groups, module.sinks = 2, torch.nn.Parameter(torch.randn(4, generator=random))
+    given = {"softcap": 0.5} if family is modeling_gemma2 else {"s_aux": module.sinks}
+    with torch.no_grad():
+        expected = family.eager_attention_forward(module, q, k, v, mask, scaling=0.3, dropout=0.0, **given)[0]
+        for mine in (mask.half(), mask, None):
+            y = attention_by_position(module, q, k, v, mine, scaling=0.3, **given)[0]
+            assert torch.allclose(y, expected, atol=ORDER)
+        plain = attention_by_position(module, q, k, v, mask.half(), scaling=0.3)[0]
+    assert not torch.allclose(plain, expected, atol=0.01)
 
 
 @pytest.mark.parametrize("save", [save_llama_gguf, save_moe_gguf], ids=["llama", "experts"])

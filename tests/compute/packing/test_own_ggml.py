@@ -75,6 +75,12 @@ FAULTS = {
         "#include <string.h>\nvoid dequantize_row_q4_K(void *x, float *y, long n) { memset(y, 0, n * 4); }",
         "its exact products of Q4_K with",
     ),
+    "norm": (
+        "void *ggml_rms_norm(void *context, void *x, float epsilon) { return x; }",
+        "its norm gives other numbers",
+    ),
+    "sinks": ("void ggml_flash_attn_ext_add_sinks(void *x, void *sinks) {}", "its attention gives other numbers"),
+    "rope": ("#include <stdlib.h>\nvoid *ggml_rope_ext(void) { abort(); }", "ended a process that tried it .SIGABRT"),
 }
 
 

@@ -51,7 +51,8 @@ def to_few(name: str, values: Any) -> Any:
 
 # Softmax before and after the choice, sigmoid with a bias, groups (torch chooses), a shared expert, experts behind a scale.
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "granitemoe", "olmoe"]
+    "model_type",
+    ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "granitemoe", "olmoe", "phimoe"],
 )
 def test_a_familys_mixture_is_torchs_way_with_equal_bits_at_any_cut(model_type: str, tmp_path: Path) -> None:
     span = family_span(model_type, tmp_path)

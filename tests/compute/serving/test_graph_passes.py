@@ -53,7 +53,11 @@ def llama_span(folder: Path, form: str = "Q4_0", dtype: torch.dtype = torch.floa
 def family_span(model_type: str, folder: Path) -> ModelSpan:
     """Return a tiny model of a family whose matrices are packed in Q8_0 where their rows have whole blocks."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
     checkpoint = Checkpoint(folder)
     plain = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, check=False)
     packed: dict[str, Any] = {}
@@ -93,10 +97,23 @@ def logits(runner: StageRunner, ids_BT: Tensor, cuts: list[int], name: str = "a"
 
 
 # Rotary halves; windows that move; biases; norms of heads; part of the width rotated; other norms and activations; a table of
-# positions; what torch computes between graphs: comparisons, and views that go through memory in steps.
+# positions; what torch computes between graphs: comparisons, and views that go through memory in steps; caps of scores, and sinks.
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "gemma3_text", "qwen2", "qwen3", "phi", "olmo2", "starcoder2", "gptj", "apertus", "cohere"],
+    [
+        "llama",
+        "gemma3_text",
+        "qwen2",
+        "qwen3",
+        "phi",
+        "olmo2",
+        "starcoder2",
+        "gptj",
+        "apertus",
+        "cohere",
+        "gemma2",
+        "granite_swa",
+    ],
 )
 def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: str, tmp_path: Path) -> None:
     span = family_span(model_type, tmp_path)
