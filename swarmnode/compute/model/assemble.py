@@ -108,8 +108,9 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
         absent |= family.front - ({family.input_embedding} if has_head and family.tied else set())
     if not has_head:
         absent |= family.back
-    for name in absent:
-        _remove(model, name)
+    for name in sorted(absent):
+        if not any(name.startswith(f"{other}.") for other in absent):  # else it goes with the module that it is part of
+            _remove(model, name)
     layers: nn.ModuleList = model.get_submodule(family.stack_name)
     held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
     stack = Stack(

@@ -19,7 +19,7 @@ from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, t
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both)"""
 SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
@@ -28,6 +28,7 @@ SNAPSHOTS = 4  # of the recurrent states of one session
 STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
+OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -131,8 +132,12 @@ class Family(ModelTrace):
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
 
         Checkpoints may have other prefixes than today's classes, and may keep experts apart. So the first number in its name
-        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends.
+        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors in no
+        list of layers that the model's class ignores (as those of an image encoder) belong to none.
         """
+        ignored = self.model_class._keys_to_ignore_on_load_unexpected or ()
+        if f".{self.stack_name.rpartition('.')[2]}." not in name and any(re.search(each, name) for each in ignored):
+            return ()
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
@@ -228,6 +233,22 @@ def _kinds(config: Any) -> set[str]:
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
+def language_config(config: Any) -> Any:
+    """Return the language model's part of a config that describes more (images, sound), if transformers' class of causal language
+    models for it is one of that part alone, as for Qwen3.5. Else return `config`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    part = config.sub_configs.get("text_config")
+    if part is None or not all(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in (part, type(config))):
+        return config
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "config_class", None) is not part:
+        return config
+    text = config.get_text_config()
+    if (settings := settings_of(config)) is not None:
+        text.quantization_config = settings
+    return text
+
+
 def causal_class(config: Any) -> type[Any]:
     """Return the class of a config's causal language model. Raises CheckpointError for models of another kind."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -237,7 +258,7 @@ def causal_class(config: Any) -> type[Any]:
         raise CheckpointError(
             f"{kind} is an encoder-decoder: only decoder-only language models can be split; choose another model"
         )
-    if config.get_text_config() is not config:
+    if any(part.startswith(OTHER_MEDIA) for part in config.sub_configs) or config.get_text_config() is not config:
         raise CheckpointError(
             f"{kind} takes images or sound besides text: only text models can be split; choose another model"
         )
