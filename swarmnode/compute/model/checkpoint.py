@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnode.compute.model.family import Family, check_packs, family_of, language_config, plain_config, settings_of
+from swarmnode.compute.model.family import Family, family_of, language_config, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.quantised_weights import QuantisedTensors
 from swarmnode.compute.packing.tensor_entry import (
@@ -101,7 +101,7 @@ class Checkpoint:
         check_layer_count(self.config, len(self.entries), self.path)
         if self.quantised is None:
             return family_of(self.config)
-        return check_packs(family_of(plain_config(self.config)))
+        return family_of(plain_config(self.config))
 
     @property
     def units(self) -> int:
