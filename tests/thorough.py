@@ -86,6 +86,7 @@ EVERY = {  # of the cases of a test, each n-th one always runs; NEVER: only with
     "numerics/test_modules.py::test_a_module_trains_as_in_plain_torch": 24,
     "numerics/test_modules.py::test_what_a_graph_cannot_hold_is_refused_in_a_sentence": 6,
     "numerics/test_recurrent_families.py::test_a_failed_pass_leaves_the_states_as_they_were": 6,
+    "numerics/test_recurrent_families.py::test_packed_weights_multiply_in_layers_with_states": 3,
     "numerics/test_recurrent_families.py::test_spans_with_states_equal_the_whole": 4,
     "numerics/test_recurrent_families.py::test_states_go_back_to_any_recent_position": 4,
     "numerics/test_windows.py::test_sessions_of_many_lengths_come_and_go": 2,

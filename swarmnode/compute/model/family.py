@@ -209,17 +209,6 @@ def check_trains_at_layers(family: Family) -> None:
         )
 
 
-def check_packs(family: Family) -> Family:
-    """Return a family whose weights are quantised. Raises CheckpointError if it keeps recurrent states: such layers read their
-    weights in ways that packed ones do not allow yet."""
-    if family.keeps_states:
-        raise CheckpointError(
-            f"{family.model_class.__name__} keeps recurrent states: its layers cannot use quantised weights yet; use the "
-            "model's plain safetensors checkpoint"
-        )
-    return family
-
-
 def _asks_for_routers(config: Any) -> bool:
     return bool(getattr(config, "output_router_logits", False))
 
