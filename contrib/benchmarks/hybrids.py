@@ -58,13 +58,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_model(folder: Path, family: str, **sizes: Any) -> int:
+def save_model(folder: Path, family: str, layers: int = LAYERS) -> int:
     """Save a random model of the family, and return its parameters."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**PLAIN, **FAMILIES[family], **sizes}))
+    sizes = {**PLAIN, **FAMILIES[family], "num_hidden_layers": layers}
+    sizes |= {name: sizes[name][:layers] for name in ("layer_types",) if name in sizes}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -261,7 +263,7 @@ def main(options: argparse.Namespace) -> None:
             if part == "company":
                 told = company(model, options.rounds)
             elif part == "memory":
-                save_model(small, options.family)
+                save_model(small, options.family, layers=4)
                 told = memory(small, options.sessions, options.length)
             elif part == "faults":
                 told = run_virtual(faults(home, options.family, options.tokens))

@@ -156,6 +156,32 @@ def test_far_back_needs_a_snapshot_and_memory_is_bounded(family: tuple[Any, Chec
     assert runner.reservation_bytes(1, 600, 0, 6) > 6 * sum(checkpoint.family.state_bytes(unit, 4) for unit in range(6))
 
 
+@pytest.mark.parametrize("family", ["falcon_h1"], indirect=True)
+@torch.inference_mode()
+def test_large_states_have_fewer_snapshots(family: tuple[Any, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a session takes less memory, and still goes back by guesses, and to where an answer began."""
+    model, checkpoint = family
+    taken = {}
+    for limit in (1 << 28, 1):
+        monkeypatch.setattr("swarmnode.compute.model.family.SNAPSHOT_BYTES", limit)
+        small = Checkpoint(checkpoint.path)
+        (runner,) = Stages(small, CUTS["one"]).runners
+        taken[limit] = runner.reservation_bytes(1, 600, 0, 6), small.family.state_copies
+    assert taken[1][0] < taken[1 << 28][0] and taken[1][1] == 4
+    ids = torch.randint(2, 97, (1, 460), generator=torch.Generator().manual_seed(3)).clamp(max=96)
+    runner.open("long", rows=1, max_length=600)
+    runner.run([StepInput("long", ids[:, :300])])
+    for at in range(300, 400, 4):
+        runner.run([StepInput("long", ids[:, at : at + 4], guessed=3)])
+        runner.run([StepInput("long", ids[:, at + 2 : at + 4], truncate_to=at + 2)])
+    history = runner.pool.sessions["long"].history
+    assert history is not None and len(history.lengths) == 2
+    assert runner.pool.reachable("long", 400, 299) == 299
+    expected = model(ids[:, :330], use_cache=False).logits
+    (result,) = runner.run([StepInput("long", ids[:, 305:330], WANT_ALL, truncate_to=305)])
+    assert_same(result.output, expected[:, 305:])
+
+
 @pytest.mark.parametrize("family", ["mamba2"], indirect=True)
 @torch.inference_mode()
 def test_a_session_of_states_alone_takes_the_same_memory_at_any_length(family: tuple[Any, Checkpoint]) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -24,8 +25,9 @@ STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"
 """Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both)"""
 SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
 STATE_ITEM_BYTES = 4
-SNAPSHOTS = 4  # of the recurrent states of one session
-STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
+SNAPSHOTS = 4  # of the recurrent states of one session, at most
+LEAST_SNAPSHOTS = 2  # where the text before a prompt ended, and a newer one
+SNAPSHOT_BYTES = 1 << 28  # of one row's snapshots over a whole model, unless that is less than LEAST_SNAPSHOTS
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
@@ -97,6 +99,18 @@ class Family(ModelTrace):
         """Whether some layer keeps a recurrent state, which cannot be cut back to an earlier position."""
         return any(self.state_shapes)
 
+    @cached_property
+    def snapshots(self) -> int:
+        """Number of snapshots that a session keeps of its states: fewer of large states, so that a session's memory is bounded.
+        All hops of a route keep the same number."""
+        whole = sum(self.state_bytes(unit, STATE_ITEM_BYTES) for unit in range(self.units))
+        return min(SNAPSHOTS, max(LEAST_SNAPSHOTS, SNAPSHOT_BYTES // max(1, whole)))
+
+    @property
+    def state_copies(self) -> int:
+        """Number of copies of a session's states: snapshots, the states in use, and those that a pass changes."""
+        return self.snapshots + 2
+
     def state_bytes(self, unit: int, itemsize: int) -> int:
         """Return the bytes of one row's recurrent states in one unit, at any length; 0 for a unit without states.
 
@@ -125,7 +139,7 @@ class Family(ModelTrace):
     def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
         states, which do not grow, count as `STATE_TOKENS` tokens."""
-        states = STATE_COPIES * self.state_bytes(unit, itemsize)
+        states = self.state_copies * self.state_bytes(unit, itemsize)
         return self.cache_bytes_per_token(unit, itemsize, kv) + -(-states // STATE_TOKENS)
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:

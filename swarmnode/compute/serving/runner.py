@@ -27,7 +27,7 @@ from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
 from swarmnode.compute.serving.graph_passes import SpanGraphs
-from swarmnode.compute.serving.states import KEPT_INPUTS, SNAPSHOT_DISTANCE
+from swarmnode.compute.serving.states import KEPT_INPUTS
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -327,7 +327,7 @@ class StageRunner:
         history = cached.history
         if history is None:
             return work
-        is_due = cached.length - history.base(cached.length) >= SNAPSHOT_DISTANCE
+        is_due = cached.length - history.base(cached.length) >= history.distance
         if is_due or work.guessed or work.count > self._longest_shared:
             self.pool.take_snapshot(cached, is_guessed=work.guessed > 0)
         if history.owed is None:

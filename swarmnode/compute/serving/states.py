@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.family import SNAPSHOTS
 from swarmnode.compute.model.traced_model import States
 
-SNAPSHOT_DISTANCE = 64  # positions between snapshots of a session that takes single steps
-KEPT_INPUTS = 4 * SNAPSHOT_DISTANCE  # positions whose inputs a session keeps at most
+KEPT_INPUTS = 256  # positions whose inputs a session keeps at most
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,13 @@ class StateHistory:
     """Snapshots of one session's states, and its latest inputs.
 
     `inputs` are those of the positions [first_input, first_input + n) before the session's end, each of shape (rows, T, ...).
-    `lengths` are the lengths of the snapshots. It is replaced, never changed, so that another thread may read it.
+    `lengths` are the lengths of the snapshots. It is replaced, never changed, so that another thread may read it. At most `most`
+    snapshots are kept; fewer of them lie farther apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.distance = KEPT_INPUTS // most  # positions between snapshots of a session that takes single steps
         self.snapshots: list[Snapshot] = []
         self.lengths: tuple[int, ...] = ()
         self.first_input = 0
@@ -66,25 +67,25 @@ class StateHistory:
             self.first_input = first
 
     def add(self, length: int, copy: Callable[[], States]) -> None:
-        """Take a snapshot at the session's present length, unless there is one. Beyond `SNAPSHOTS` an old one goes."""
+        """Take a snapshot at the session's present length, unless there is one. Beyond `most` another one goes."""
         if not length or length in self.lengths:
             return
-        if len(self.snapshots) == SNAPSHOTS:
+        if len(self.snapshots) == self.most:
             del self.snapshots[self._least_needed(length)]
         self._set([*self.snapshots, Snapshot(length, copy())])
 
     def _least_needed(self, end: int) -> int:
-        """Return the place of the snapshot whose neighbours are nearest to each other, measured by their distance to `end`; never
-        that of the newest."""
-        places = [0, *self.lengths]
+        """Return the place of the snapshot whose neighbours are nearest to each other, measured by their distance to `end`; that of
+        the newest only if there are two."""
+        places = [0, *self.lengths, end]
         return min(
-            range(len(self.lengths) - 1),
-            key=lambda at: (places[at + 2] - places[at]) / (end - places[at + 1] + SNAPSHOT_DISTANCE),
+            range(max(2, len(self.lengths) - 1)),
+            key=lambda at: (places[at + 2] - places[at]) / (end - places[at + 1] + self.distance),
         )
 
     def drop_newest_if_near(self, length: int) -> None:
         """Drop the newest snapshot if the one before it is near enough to `length` to take its place."""
-        if len(self.lengths) > 1 and length - self.lengths[-2] < SNAPSHOT_DISTANCE:
+        if len(self.lengths) > 1 and length - self.lengths[-2] < self.distance:
             self._set(self.snapshots[:-1])
 
     def cut(self, length: int, end: int) -> States:
@@ -128,7 +129,7 @@ class StateHistory:
     def fork(self, length: int) -> StateHistory:
         """Return the history of a session that begins with the first `length` positions of this one, a reachable length, at the
         only snapshot of the new history."""
-        base, copy = self.base(length), StateHistory()
+        base, copy = self.base(length), StateHistory(self.most)
         copy._set([each for each in self.snapshots if each.length == base])
         copy.first_input = base
         if length > base:
