@@ -31,6 +31,7 @@ SNAPSHOT_BYTES = 1 << 28  # of one row's snapshots over a whole model, unless th
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
+_OF_OTHER_MEDIA = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal)\w*\.")  # modules
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -146,12 +147,12 @@ class Family(ModelTrace):
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
 
         Checkpoints may have other prefixes than today's classes, and may keep experts apart. So the first number in its name
-        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors in no
-        list of layers that the model's class ignores (as those of an image encoder) belong to none.
+        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors for
+        images and sound belong to none.
         """
-        ignored = self.model_class._keys_to_ignore_on_load_unexpected or ()
-        if f".{self.stack_name.rpartition('.')[2]}." not in name and any(re.search(each, name) for each in ignored):
+        if _OF_OTHER_MEDIA.search(name):
             return ()
+        name = own_name(name)
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
@@ -165,6 +166,12 @@ class Family(ModelTrace):
         if _is_one_of(module, self.back):
             return (head,)
         return (0, head)
+
+
+def own_name(name: str) -> str:
+    """Return the name of a tensor in its language model, which may be a part of the model that the checkpoint is of."""
+    _, found, rest = name.rpartition("language_model.")
+    return name if not found else rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 def _is_one_of(module: str, names: Iterable[str]) -> bool:
@@ -237,18 +244,20 @@ def _kinds(config: Any) -> set[str]:
 
 
 def language_config(config: Any) -> Any:
-    """Return the language model's part of a config that describes more (images, sound), if transformers' class of causal language
-    models for it is one of that part alone, as for Qwen3.5. Else return `config`."""
+    """Return the language model's part of a config that describes more (images, sound), if transformers counts the whole and the
+    part among its causal language models. Else return `config`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     part = config.sub_configs.get("text_config")
-    if part is None or not all(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in (part, type(config))):
+    text = config if part is None else config.get_text_config()
+    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in (config, text)):
         return config
-    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "config_class", None) is not part:
+    if text is config:
         return config
-    text = config.get_text_config()
     if (settings := settings_of(config)) is not None:
         text.quantization_config = settings
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config):
+        text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's class decides this by its own config
     return text
 
 
