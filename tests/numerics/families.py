@@ -28,7 +28,7 @@ LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_hea
 INDEXED: dict[str, Any] = {**LATENT, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
                            "n_group": 1, "topk_group": 1, "index_topk": 4, "index_head_dim": 8,
-                           "index_n_heads": 2}  # fmt: skip
+                           "index_n_heads": 16}  # fmt: skip
 
 # What each family adds to COMMON. Windows are shorter than the sequences of the tests.
 FAMILIES: dict[str, dict[str, Any]] = {
