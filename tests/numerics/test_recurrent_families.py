@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import check_trains_at_layers, family_of
 from swarmnode.compute.model.gguf.repack import FolderPack
+from swarmnode.compute.model.traced_model import CONV, PassStates
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.recipes import RECIPES
@@ -97,6 +98,17 @@ def test_spans_with_states_equal_the_whole(family: tuple[Any, Checkpoint]) -> No
             assert_same(logits, expected[:, at[name] : at[name] + 1])
             at[name] += 1
     assert len({id(stages.runners[0].pool.sessions[name].cohort) for name in at}) == 1
+    stages.open("first", "second", "third")
+    stages.run({"third": ids[1:, :2]})
+    together = stages.run({"first": ids[:1, :10], "second": ids[1:, :10]})
+    second = model(ids[1:], use_cache=False).logits
+    for logits, whole in zip(together, (expected, second), strict=True):
+        assert_same(logits, whole[:, :10])
+    again = stages.run({"first": ids[:1, 10:], "second": ids[1:, 10:], "third": ids[1:, 2:8]})
+    for logits, whole in zip(again, (expected[:, 10:], second[:, 10:], second[:, 2:8]), strict=True):
+        assert_same(logits, whole)
+    pool = stages.runners[0].pool
+    assert pool.sessions["first"].cohort is pool.sessions["second"].cohort or stages.runners[0].span.steps_singly
     padding = (0, 4)
     stages.open("padded", rows=2, padding=padding)
     mask = (torch.arange(LENGTH) >= torch.tensor(padding)[:, None]).long()
@@ -239,6 +251,16 @@ def test_packed_weights_multiply_in_layers_with_states(name: str, tmp_path: Path
         found.append(torch.cat([stages.run({"all": ids[:, a:b]})[0] for a, b in pairwise((0, 8, 12, 13, LENGTH))], 1))
     assert_same(found[1], found[0])
     assert float((found[2] - found[0]).abs().max() / found[0].std()) < 0.3
+
+
+def test_a_state_of_another_shape_is_refused_with_its_layer() -> None:
+    states = PassStates()
+    states.begin(is_first=True)
+    states.set(3, (CONV, 0), torch.zeros(2, 8, 4))
+    states.commit(2, [slice(0, 2)])
+    states.begin(is_first=False)
+    with pytest.raises(ValueError, match=r"layer 3: the conv state has shape \(2, 8, 4\), and not \(2, 8, 3\)"):
+        states.set(3, (CONV, 0), torch.zeros(2, 8, 3))
 
 
 def test_what_is_not_served_of_them_is_refused_in_a_sentence() -> None:

@@ -360,10 +360,10 @@ class StageRunner:
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
             # A graph computes the model alone, with other bits than torch's way.
             adapter = opened.adapter if not is_shared else "any" if opened.adapter and self.graphs is not None else ""
-            # Stand-ins would change recurrent states: steps of such sessions are equally long, and their prompts alone.
+            # Stand-ins would change recurrent states: steps and chunks of such sessions that share a pass are equally long.
             alone: Hashable = None
             if opened.cached.history is not None:
-                is_alike = is_short and not self._goes_singly(opened.cached, work.count)
+                is_alike = work.count <= KEPT_INPUTS and not self._goes_singly(opened.cached, work.count)
                 alone = (work.count, opened.cached.length > 0) if is_alike else work.session_id
             alike.setdefault((opened.start, opened.end, adapter, is_short, is_early, alone), []).append(work)
         groups: list[list[StepInput]] = []
