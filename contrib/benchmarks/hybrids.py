@@ -5,7 +5,8 @@
 Random models in float32, no drafts unless a part is about guesses. Prints one JSON object a part:
 
 - `decode`: tokens/s of one session on two nodes / transformers' `generate` in one process (floor 0.8), also by CPU seconds.
-- `company`: tokens per CPU second of eight sessions in one pass / of one alone, in one process (floor 3).
+- `company`: tokens per CPU second of eight sessions in one pass / of one alone, in one process (floor 3); and CPU seconds of eight
+  prompts of 64 tokens one by one / in one pass.
 - `memory`: bytes that 32 sessions of 8,000 tokens hold / bytes that the ledger promised them (at most 1.15).
 - `turn`: time to the first token of a second turn behind 8,000 tokens / of computing all of it, on two nodes (at most 0.1).
 - `faults`: tokens that differ from one process's (0), of `--tokens`, in virtual time with a tiny model: nodes killed, hung and
@@ -140,8 +141,26 @@ def company(model: Path, rounds: int) -> dict[str, Any]:
         per_token_s[count].append((time.thread_time() - began_s) / turns / count)
         for name in range(count):
             runner.close(name)
+    ratios = []
+    for _ in range(rounds):
+        took_s = []
+        for together in (1, 8):
+            began_s = time.thread_time()
+            for first in range(0, 8, together):
+                names = range(first, first + together)
+                for name in names:
+                    runner.open(name, rows=1, max_length=256)
+                runner.run([StepInput(name, torch.randint(2, VOCABULARY, (1, 64))) for name in names])
+            took_s.append(time.thread_time() - began_s)
+            for name in range(8):
+                runner.close(name)
+        ratios.append(took_s[0] / took_s[1])
     one_s, eight_s = (statistics.median(per_token_s[count]) for count in (1, 8))
-    return {"eight_by_one": round(one_s / eight_s, 2), "one_ms": round(1e3 * one_s, 2)}
+    return {
+        "eight_by_one": round(one_s / eight_s, 2),
+        "one_ms": round(1e3 * one_s, 2),
+        "eight_prompts_of_64_alone_by_together": round(statistics.median(ratios), 2),
+    }
 
 
 def resident_bytes() -> int:
