@@ -14,8 +14,17 @@ from transformers import AutoModelForCausalLM
 from swarmnode.codec.body import HopSpec
 from swarmnode.metrics import table
 from tests.net.virtual import in_virtual_time
+from tests.node.audited_swarm import (
+    generate_until_shunned,
+    hop_in_use,
+    noise_on_every_tenth,
+    results,
+    tamper,
+    three_by_two,
+)
 from tests.node.conftest import Founded
 from tests.node.test_client import causal_lm
+from tests.node.test_credit import credits
 from tests.node.test_faults import TOKENS, generate_and, two_by_two
 from tests.node.test_kept_sessions import LONG, NEW, ask, reading, swarm_of
 from tests.numerics.families import COMMON, RECURRENT
@@ -112,3 +121,21 @@ async def test_guesses_and_killed_nodes_do_not_change_the_text(
         result = await generate_and(client, 17, strike, drafts=drafts)
         assert result.ids == hybrid.alone(PROMPT, TOKENS)
         assert result.reroutes >= 1
+
+
+@in_virtual_time
+async def test_texts_are_audited_and_receipted(served: Founded, tmp_path: Path) -> None:
+    """Honest peers pass, false activations are found, and receipts count positions once, whatever was computed again."""
+    async with three_by_two(served.into, tmp_path) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 0)
+        await client.generate(PROMPT, max_new_tokens=TOKENS)
+        await client.auditor.idle()
+        assert set(results(client)) == {"passed"}
+        tamper(liar, noise_on_every_tenth(5e-4))
+        await generate_until_shunned(client, 12)
+        assert client.auditor.standing.shunned == {liar.peer}
+    (tmp_path / "second").mkdir()
+    async with swarm_of(served, tmp_path / "second", {"a": "0:3", "b": "3:6"}) as (pair, client):
+        await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
+        await client.close()
+        assert {credit.served for credit in credits(pair).values()} == {3 * (len(PROMPT) + TOKENS - 1)}

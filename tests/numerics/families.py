@@ -22,6 +22,13 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+                          "num_key_value_heads": 4}  # fmt: skip
+# An indexer selects the positions that attention sees: fewer than the sequences of the tests have.
+INDEXED: dict[str, Any] = {**LATENT, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                           "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+                           "n_group": 1, "topk_group": 1, "index_topk": 4, "index_head_dim": 8,
+                           "index_n_heads": 16}  # fmt: skip
 
 # What each family adds to COMMON. Windows are shorter than the sequences of the tests.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -100,6 +107,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanochat": {"head_dim": 8},
     "vaultgemma": {"head_dim": 8, "sliding_window": 6},
     "ministral": {"head_dim": 8, "sliding_window": 6},
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
+    "axk2": {**INDEXED, "gated_norm_rank": 4},
 }  # fmt: skip
 
 MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_groups": 2,
@@ -107,8 +117,6 @@ MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state"
 DELTA: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
                          "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}  # fmt: skip
 LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
-LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-                          "num_key_value_heads": 4}  # fmt: skip
 
 # Families with recurrent states: what each adds to COMMON.
 RECURRENT: dict[str, dict[str, Any]] = {
@@ -136,7 +144,31 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "kimi_linear": {**EXPERTS, **LAYERS, **LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
     "bailing_hybrid": {**EXPERTS, **LAYERS, **LATENT, "head_dim": 8, "n_group": 1, "topk_group": 1,
                        "first_k_dense_replace": 1},
+    "inkling_text": {"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+                     "sliding_window_size": 6, "d_rel": 4, "rel_extent": 64, "n_routed_experts": 4, "n_shared_experts": 1,
+                     "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                     "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "lara_mini": {**DELTA, **EXPERTS, "head_dim": 8, "sliding_window": 6, "shared_expert_intermediate_size": 16},
+}  # fmt: skip
+
+DECODER = {"is_decoder": True, "is_encoder_decoder": False}
+# The decoders of encoder-decoders as language models of their own: transformers' classes for them.
+HALF: dict[str, Any] = {**DECODER, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4,
+                        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32,
+                        "vocab_size": 64, "max_position_embeddings": 64}  # fmt: skip
+
+# Whole configs of families whose default config cannot be made small by changing sizes alone.
+WHOLE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "mbart", "mvp", "pegasus", "plbart"), HALF),
+    "bigbird_pegasus": {**HALF, "attention_type": "original_full"},
+    "big_bird": {**COMMON, **DECODER, "attention_type": "original_full"},
+    "marian": {**HALF, "decoder_vocab_size": 64},
+    "whisper": {**HALF, "max_target_positions": 64, "pad_token_id": 0},
+    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64, "vocab_size": 97,
+             "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
+             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}},
+    "deepseek_v2": {**COMMON, **LATENT, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }  # fmt: skip
 
 REFUSED: dict[str, str] = {
@@ -165,3 +197,24 @@ def tiny_config(model_type: str) -> Any:
     for name in [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float)]:
         setattr(config, name, 0.0)
     return config
+
+
+def causal_config(model_type: str) -> Any:
+    """The config of a tiny model of any type that transformers maps to a class of causal language models."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from swarmnode.compute.model.family import language_config
+    from swarmnode.compute.model.fresh import tiny_config as made_small
+
+    if model_type in FAMILIES or model_type in RECURRENT:
+        return tiny_config(model_type)
+    if model_type in WHOLE:
+        return CONFIG_MAPPING[model_type](**WHOLE[model_type])
+    config = language_config(CONFIG_MAPPING[model_type]())
+    for name, value in DECODER.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    try:
+        return made_small(config)
+    except (RuntimeError, AttributeError):  # sizes that differ from layer to layer, or a config of several models
+        return config

@@ -34,7 +34,19 @@ from tests.numerics.families import tiny_config
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
 PEFT_TOLERANCE = 1e-5
 STRENGTH = 0.15
-FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen2", "gemma2", "phi3", "opt", "mixtral")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "qwen2",
+    "gemma2",
+    "phi3",
+    "opt",
+    "mixtral",
+    "falcon_h1",
+    "qwen3_5_text",
+    "mamba2",
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -14,23 +14,31 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.family import check_packs, check_trains_at_layers, family_of
+from swarmnode.compute.model.family import check_trains_at_layers, family_of
+from swarmnode.compute.model.gguf.repack import FolderPack
+from swarmnode.compute.model.traced_model import CONV, PassStates
+from swarmnode.compute.packing.ggml import library
+from swarmnode.compute.packing.packed_weight import held_by
+from swarmnode.compute.packing.recipes import RECIPES
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError, ProtocolError
-from tests.numerics.families import RECURRENT, tiny_config
+from tests.numerics.families import COMMON, RECURRENT, tiny_config
 
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
 LENGTH = 16
 CUTS = {"one": (0, 6), "two": (0, 2, 6), "three": (0, 2, 4, 6)}
+needs_ggml = pytest.mark.skipif(
+    library() is None, reason="the package xllamacpp is not installed, or not for this machine"
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Stages:
     """The spans of a checkpoint, run one after another."""
 
-    def __init__(self, checkpoint: Checkpoint, cuts: tuple[int, ...]) -> None:
-        spans = [load_span(checkpoint, start, end) for start, end in pairwise(cuts)]
+    def __init__(self, checkpoint: Checkpoint, cuts: tuple[int, ...], **options: Any) -> None:
+        spans = [load_span(checkpoint, start, end, **options) for start, end in pairwise(cuts)]
         self.runners = [StageRunner(span, RunnerConfig(1 << 26)) for span in spans]
 
     def open(self, *names: Any, rows: int = 1, padding: tuple[int, ...] = ()) -> None:
@@ -90,6 +98,17 @@ def test_spans_with_states_equal_the_whole(family: tuple[Any, Checkpoint]) -> No
             assert_same(logits, expected[:, at[name] : at[name] + 1])
             at[name] += 1
     assert len({id(stages.runners[0].pool.sessions[name].cohort) for name in at}) == 1
+    stages.open("first", "second", "third")
+    stages.run({"third": ids[1:, :2]})
+    together = stages.run({"first": ids[:1, :10], "second": ids[1:, :10]})
+    second = model(ids[1:], use_cache=False).logits
+    for logits, whole in zip(together, (expected, second), strict=True):
+        assert_same(logits, whole[:, :10])
+    again = stages.run({"first": ids[:1, 10:], "second": ids[1:, 10:], "third": ids[1:, 2:8]})
+    for logits, whole in zip(again, (expected[:, 10:], second[:, 10:], second[:, 2:8]), strict=True):
+        assert_same(logits, whole)
+    pool = stages.runners[0].pool
+    assert pool.sessions["first"].cohort is pool.sessions["second"].cohort or stages.runners[0].span.steps_singly
     padding = (0, 4)
     stages.open("padded", rows=2, padding=padding)
     mask = (torch.arange(LENGTH) >= torch.tensor(padding)[:, None]).long()
@@ -149,6 +168,32 @@ def test_far_back_needs_a_snapshot_and_memory_is_bounded(family: tuple[Any, Chec
     assert runner.reservation_bytes(1, 600, 0, 6) > 6 * sum(checkpoint.family.state_bytes(unit, 4) for unit in range(6))
 
 
+@pytest.mark.parametrize("family", ["falcon_h1"], indirect=True)
+@torch.inference_mode()
+def test_large_states_have_fewer_snapshots(family: tuple[Any, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a session takes less memory, and still goes back by guesses, and to where an answer began."""
+    model, checkpoint = family
+    taken = {}
+    for limit in (1 << 28, 1):
+        monkeypatch.setattr("swarmnode.compute.model.family.SNAPSHOT_BYTES", limit)
+        small = Checkpoint(checkpoint.path)
+        (runner,) = Stages(small, CUTS["one"]).runners
+        taken[limit] = runner.reservation_bytes(1, 600, 0, 6), small.family.state_copies
+    assert taken[1][0] < taken[1 << 28][0] and taken[1][1] == 4
+    ids = torch.randint(2, 97, (1, 460), generator=torch.Generator().manual_seed(3)).clamp(max=96)
+    runner.open("long", rows=1, max_length=600)
+    runner.run([StepInput("long", ids[:, :300])])
+    for at in range(300, 400, 4):
+        runner.run([StepInput("long", ids[:, at : at + 4], guessed=3)])
+        runner.run([StepInput("long", ids[:, at + 2 : at + 4], truncate_to=at + 2)])
+    history = runner.pool.sessions["long"].history
+    assert history is not None and len(history.lengths) == 2
+    assert runner.pool.reachable("long", 400, 299) == 299
+    expected = model(ids[:, :330], use_cache=False).logits
+    (result,) = runner.run([StepInput("long", ids[:, 305:330], WANT_ALL, truncate_to=305)])
+    assert_same(result.output, expected[:, 305:])
+
+
 @pytest.mark.parametrize("family", ["mamba2"], indirect=True)
 @torch.inference_mode()
 def test_a_session_of_states_alone_takes_the_same_memory_at_any_length(family: tuple[Any, Checkpoint]) -> None:
@@ -176,10 +221,50 @@ def test_a_failed_pass_leaves_the_states_as_they_were(
     assert_same(found, model(ids, use_cache=False).logits[:, 6:])
 
 
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
+PACKED: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 16, "head_dim": 16},
+    "granitemoehybrid": {"mamba_n_heads": 16, "moe_intermediate_size": 32, "shared_intermediate_size": 32},
+    "qwen3_5_text": {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "jamba": {"num_experts": 1, "mamba_dt_rank": 32},
+    "mamba2": {"num_heads": 16},
+    "lfm2_moe": {},
+}
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", PACKED)
+@torch.inference_mode()
+def test_packed_weights_multiply_in_layers_with_states(name: str, tmp_path: Path) -> None:
+    """In a folder with packed matrices, prompts in chunks and single steps equal those of its plain numbers."""
+    torch.manual_seed(0)
+    sizes = {**COMMON, **RECURRENT[name], **WIDE, **PACKED[name]}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes), dtype=torch.float32).save_pretrained(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    FolderPack(Checkpoint(tmp_path / "a"), RECIPES["q8_0"]).write(tmp_path / "b")
+    checkpoint, ids = Checkpoint(tmp_path / "b"), torch.randint(2, 97, (1, LENGTH))
+    found = []
+    for products in ("plain", "exact", "fast"):
+        stages = Stages(checkpoint, CUTS["two"], dtype=torch.float32, products=products)
+        assert bool(list(held_by(stages.runners[0].span.model))) == (products != "plain")
+        stages.open("all")
+        found.append(torch.cat([stages.run({"all": ids[:, a:b]})[0] for a, b in pairwise((0, 8, 12, 13, LENGTH))], 1))
+    assert_same(found[1], found[0])
+    assert float((found[2] - found[0]).abs().max() / found[0].std()) < 0.3
+
+
+def test_a_state_of_another_shape_is_refused_with_its_layer() -> None:
+    states = PassStates()
+    states.begin(is_first=True)
+    states.set(3, (CONV, 0), torch.zeros(2, 8, 4))
+    states.commit(2, [slice(0, 2)])
+    states.begin(is_first=False)
+    with pytest.raises(ValueError, match=r"layer 3: the conv state has shape \(2, 8, 4\), and not \(2, 8, 3\)"):
+        states.set(3, (CONV, 0), torch.zeros(2, 8, 3))
+
+
 def test_what_is_not_served_of_them_is_refused_in_a_sentence() -> None:
     hybrid = family_of(tiny_config("falcon_h1"))
-    with pytest.raises(CheckpointError, match=r"quantised weights yet; use"):
-        check_packs(hybrid)
     with pytest.raises(CheckpointError, match=r"tuning in layers do not follow"):
         check_trains_at_layers(hybrid)
     short = tiny_config("qwen3_next")

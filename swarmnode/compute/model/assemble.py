@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.family import Family, own_name
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Absent, Stack
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
@@ -73,7 +73,7 @@ def _filled(
             model, report = model_class.from_pretrained(
                 None,
                 config=family.config,
-                state_dict=dict(tensors),
+                state_dict={own_name(name): tensor for name, tensor in tensors.items()},
                 dtype=dtype,
                 ignore_mismatched_sizes=True,  # the caller reports them
                 output_loading_info=True,
@@ -108,8 +108,9 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
         absent |= family.front - ({family.input_embedding} if has_head and family.tied else set())
     if not has_head:
         absent |= family.back
-    for name in absent:
-        _remove(model, name)
+    for name in sorted(absent):
+        if not any(name.startswith(f"{other}.") for other in absent):  # else it goes with the module that it is part of
+            _remove(model, name)
     layers: nn.ModuleList = model.get_submodule(family.stack_name)
     held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
     stack = Stack(

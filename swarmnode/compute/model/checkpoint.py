@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnode.compute.model.family import Family, check_packs, family_of, plain_config, settings_of
+from swarmnode.compute.model.family import Family, family_of, language_config, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.quantised_weights import QuantisedTensors
 from swarmnode.compute.packing.tensor_entry import (
@@ -101,7 +101,7 @@ class Checkpoint:
         check_layer_count(self.config, len(self.entries), self.path)
         if self.quantised is None:
             return family_of(self.config)
-        return check_packs(family_of(plain_config(self.config)))
+        return family_of(plain_config(self.config))
 
     @property
     def units(self) -> int:
@@ -206,7 +206,7 @@ def load_config(file: Path) -> Any:
     for part in (values, values.get("text_config")):
         _check_sizes(file, part if isinstance(part, dict) else {})
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_without_kernels(values))
+        return language_config(CONFIG_MAPPING[model_type].from_dict(_without_kernels(values)))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise CheckpointError(
             f"{file}: not a config of {model_type}: {' '.join(str(error).split())}; fetch it again"

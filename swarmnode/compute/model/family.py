@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -19,15 +20,18 @@ from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, t
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both)"""
 SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
 STATE_ITEM_BYTES = 4
-SNAPSHOTS = 4  # of the recurrent states of one session
-STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
+SNAPSHOTS = 4  # of the recurrent states of one session, at most
+LEAST_SNAPSHOTS = 2  # where the text before a prompt ended, and a newer one
+SNAPSHOT_BYTES = 1 << 28  # of one row's snapshots over a whole model, unless that is less than LEAST_SNAPSHOTS
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
+OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
+_OF_OTHER_MEDIA = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal)\w*\.")  # modules
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -96,6 +100,18 @@ class Family(ModelTrace):
         """Whether some layer keeps a recurrent state, which cannot be cut back to an earlier position."""
         return any(self.state_shapes)
 
+    @cached_property
+    def snapshots(self) -> int:
+        """Number of snapshots that a session keeps of its states: fewer of large states, so that a session's memory is bounded.
+        All hops of a route keep the same number."""
+        whole = sum(self.state_bytes(unit, STATE_ITEM_BYTES) for unit in range(self.units))
+        return min(SNAPSHOTS, max(LEAST_SNAPSHOTS, SNAPSHOT_BYTES // max(1, whole)))
+
+    @property
+    def state_copies(self) -> int:
+        """Number of copies of a session's states: snapshots, the states in use, and those that a pass changes."""
+        return self.snapshots + 2
+
     def state_bytes(self, unit: int, itemsize: int) -> int:
         """Return the bytes of one row's recurrent states in one unit, at any length; 0 for a unit without states.
 
@@ -124,15 +140,19 @@ class Family(ModelTrace):
     def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
         states, which do not grow, count as `STATE_TOKENS` tokens."""
-        states = STATE_COPIES * self.state_bytes(unit, itemsize)
+        states = self.state_copies * self.state_bytes(unit, itemsize)
         return self.cache_bytes_per_token(unit, itemsize, kv) + -(-states // STATE_TOKENS)
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
 
         Checkpoints may have other prefixes than today's classes, and may keep experts apart. So the first number in its name
-        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends.
+        identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors for
+        images and sound belong to none.
         """
+        if _OF_OTHER_MEDIA.search(name):
+            return ()
+        name = own_name(name)
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
@@ -146,6 +166,12 @@ class Family(ModelTrace):
         if _is_one_of(module, self.back):
             return (head,)
         return (0, head)
+
+
+def own_name(name: str) -> str:
+    """Return the name of a tensor in its language model, which may be a part of the model that the checkpoint is of."""
+    _, found, rest = name.rpartition("language_model.")
+    return name if not found else rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 def _is_one_of(module: str, names: Iterable[str]) -> bool:
@@ -204,17 +230,6 @@ def check_trains_at_layers(family: Family) -> None:
         )
 
 
-def check_packs(family: Family) -> Family:
-    """Return a family whose weights are quantised. Raises CheckpointError if it keeps recurrent states: such layers read their
-    weights in ways that packed ones do not allow yet."""
-    if family.keeps_states:
-        raise CheckpointError(
-            f"{family.model_class.__name__} keeps recurrent states: its layers cannot use quantised weights yet; use the "
-            "model's plain safetensors checkpoint"
-        )
-    return family
-
-
 def _asks_for_routers(config: Any) -> bool:
     return bool(getattr(config, "output_router_logits", False))
 
@@ -228,6 +243,24 @@ def _kinds(config: Any) -> set[str]:
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
+def language_config(config: Any) -> Any:
+    """Return the language model's part of a config that describes more (images, sound), if transformers counts the whole and the
+    part among its causal language models. Else return `config`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    part = config.sub_configs.get("text_config")
+    text = config if part is None else config.get_text_config()
+    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in (config, text)):
+        return config
+    if text is config:
+        return config
+    if (settings := settings_of(config)) is not None:
+        text.quantization_config = settings
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config):
+        text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's class decides this by its own config
+    return text
+
+
 def causal_class(config: Any) -> type[Any]:
     """Return the class of a config's causal language model. Raises CheckpointError for models of another kind."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -237,7 +270,7 @@ def causal_class(config: Any) -> type[Any]:
         raise CheckpointError(
             f"{kind} is an encoder-decoder: only decoder-only language models can be split; choose another model"
         )
-    if config.get_text_config() is not config:
+    if any(part.startswith(OTHER_MEDIA) for part in config.sub_configs) or config.get_text_config() is not config:
         raise CheckpointError(
             f"{kind} takes images or sound besides text: only text models can be split; choose another model"
         )

@@ -129,7 +129,7 @@ def tiny_config(config: Any) -> Any:
         pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
         for name in FACTORS & rope.keys():
             rope[name] = rope[name][:pairs]
-    if config.pad_token_id is not None:
+    if getattr(config, "pad_token_id", None) is not None:
         tiny.pad_token_id = 0
     tiny.dtype = None
     return tiny

@@ -301,6 +301,8 @@ def load_model(
     elif quantised is not None:
         slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
     model = assemble(family, slices, start, end, dtype=wanted, packed=held)
-    if products == FAST and held and device.type == "cpu":
+    if (
+        products == FAST and held and device.type == "cpu" and not family.keeps_states
+    ):  # states have other bits in chunks
         attend_by_position(model)
     return model

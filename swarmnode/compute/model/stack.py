@@ -146,10 +146,12 @@ class _BoundaryLayer:
 class Absent(nn.Module):
     """Stand-in for a module that is not held: an embedding gives zero, other modules return their input."""
 
+    weight = torch.empty(0)  # some families' code initialises it
+
     def __init__(self, missing: nn.Module) -> None:
         super().__init__()
         self.is_embedding = isinstance(missing, nn.Embedding)
 
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         """Return zero (a scalar, which broadcasts) for an embedding, else `x`."""
-        return torch.zeros((), device=x.device) if self.is_embedding else x
+        return torch.zeros((), device=getattr(x, "device", None)) if self.is_embedding else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,6 +34,11 @@ STATELESS_LAYERS = frozenset({"moe", "mlp"})
 CONV, RECURRENT = "conv", "recurrent"
 StateKey = tuple[str, int]
 """Kind of a layer's state (CONV or RECURRENT), and its number among those of its kind"""
+
+LayerState = tuple[int, StateKey]
+"""A layer's number, and which of its states"""
+States = dict[LayerState, Tensor]
+"""States by layer, each of shape (rows, ...)"""
 
 TRACED = "swarmnode_traced"  # the attention of a trace, by the name in transformers' table
 
@@ -113,8 +118,7 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     model.set_submodule(stack_name, stack)
     front, back = _run(model, stack, stack_name, recorder)
     names = {id(module): name for name, module in model.named_modules()}
-    shapes = tuple(recorder.shapes.get(number, ()) for number in range(len(layers)))
-    states = tuple(tuple(recorder.states.get(number, {}).values()) for number in range(len(layers)))
+    shapes, states = zip(*(recorder.kept.get(number, ((), ())) for number in range(len(layers))), strict=True)
     _check_layers(model_class, config, shapes, states)
     narrows = True  # unless the modules behind the layers need all positions: some restore the shape of the input
     try:
@@ -251,52 +255,168 @@ def _is_own(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Cache) and hasattr(kind, "get_linear_cache")
 
 
-class _Recorder(Cache):
-    """A KV cache that keeps only shapes, and other findings that the probes share."""
+class PassStates:
+    """States of all rows of a cohort (sessions computed together), and the copies that the present pass changes.
+
+    A family's code changes states in place. So a pass works on copies, which take the states' place only when the pass has
+    succeeded, and only for the rows that it was for.
+    """
+
+    def __init__(self) -> None:
+        self.committed: States = {}
+        self.changed: States = {}
+        self._is_first = True
+
+    def begin(self, is_first: bool) -> None:
+        """Begin a pass. What a failed pass left is forgotten. If `is_first`, the rows of the pass have no positions yet."""
+        self.changed = {}
+        self._is_first = is_first
+
+    def has(self, layer: int) -> bool:
+        """Return whether the pass has a state of this layer: of earlier positions, or of its own."""
+        return any(key[0] == layer for key in (self.changed if self._is_first else {**self.committed, **self.changed}))
+
+    def get(self, layer: int, kind: StateKey) -> Tensor | None:
+        """Return the pass's own copy of a state; None if no position came before."""
+        key = layer, kind
+        if key not in self.changed and not self._is_first and key in self.committed:
+            self.changed[key] = self.committed[key].clone()
+        return self.changed.get(key)
+
+    def set(self, layer: int, kind: StateKey, state: Tensor) -> Tensor:
+        """Set the pass's state to `state`, in the dtype of the earlier one, and return it."""
+        before = self.get(layer, kind)
+        if before is not None and before.shape != state.shape:
+            raise ValueError(
+                f"layer {layer}: the {kind[0]} state has shape {(*before.shape,)}, and not {(*state.shape,)}"
+            )
+        if state is not before:
+            # A part of a larger tensor would keep all of it in memory.
+            own = state if before is None else state.to(before.dtype)
+            is_part = own.untyped_storage().nbytes() > own.nbytes
+            self.changed[layer, kind] = own.clone() if is_part or own is state else own
+        return self.changed[layer, kind]
+
+    def commit(self, rows: int, written: Sequence[slice]) -> None:
+        """Let the pass's states count for the rows `written`. Other rows of all `rows` keep theirs."""
+        is_whole = sum(part.stop - part.start for part in written) == rows
+        for key, state in self.changed.items():
+            if is_whole:
+                self.committed[key] = state
+                continue
+            kept = self.committed.setdefault(key, torch.zeros_like(state))
+            for part in written:
+                kept[part] = state[part]
+        self.changed = {}
+
+    def copy_rows(self, rows: slice) -> States:
+        """Return copies of the states of some rows."""
+        return {key: state[rows].clone() for key, state in self.committed.items()}
+
+    def put_rows(self, rows: slice, states: Mapping[LayerState, Tensor]) -> None:
+        """Set the states of some rows."""
+        for key, state in states.items():
+            self.committed[key][rows] = state
+
+    def reorder(self, rows: slice, order: Tensor) -> None:
+        """Let row r of `rows` have the states of their row `order[r]`."""
+        for state in self.committed.values():
+            state[rows] = state[rows].index_select(0, order)
+
+    def update_conv(self, new: Tensor, layer: int, index: int, size: int | None) -> Tensor:
+        """Keep the last `size` columns of a convolution's inputs (rows, channels, T), and return them behind the earlier ones."""
+        before = self.get(layer, (CONV, index))
+        if before is None:
+            size = size or new.shape[-1]
+            whole = pad(new, (max(0, size - new.shape[-1]), 0))
+        else:
+            size = before.shape[-1]
+            whole = torch.cat([before, new], dim=-1)
+        self.set(layer, (CONV, index), whole[..., whole.shape[-1] - size :])
+        return whole
+
+
+class StateCache:
+    """Methods of transformers' caches for layers with recurrent states. `states` are those of the rows in the pass."""
+
+    states: PassStates
+    update: Callable[..., tuple[Tensor, Tensor]]
+
+    def __len__(self) -> int:
+        return 0
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return a layer's state in MiniMax's own cache; None if no position came before."""
+        return self.states.get(layer_idx, (RECURRENT, 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep a layer's state in MiniMax's own cache."""
+        self.states.set(layer_idx, (RECURRENT, 0), linear_cache)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a layer's convolution; None if no position came before."""
+        return self.states.get(layer_idx, (CONV, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_kwargs: Any,
+    ) -> Tensor:
+        """Keep the last inputs (rows, channels, T) of a convolution, and return all behind the earlier ones."""
+        return self.states.update_conv(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a layer's recurrent state; None if no position came before."""
+        return self.states.get(layer_idx, (RECURRENT, state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: Any
+    ) -> Tensor:
+        """Keep a layer's recurrent state, and return it."""
+        return self.states.set(layer_idx, (RECURRENT, state_idx), recurrent_states)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a layer, or any layer, has a state."""
+        return any(
+            map(self.states.has, [layer_idx] if layer_idx is not None else {key[0] for key in self.states.committed})
+        )
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Keep the keys (rows, T, dim) by which a layer selects positions, and return all up to them. They are kept as keys of a
+        layer with the number `~layer_idx`, with one number of each in the place of values."""
+        keys = indexer_key_states[:, None]
+        kept: Tensor = self.update(keys, keys[..., :1], ~layer_idx)[0][:, 0]
+        return kept
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: a pass keeps only its newest states."""
+        return False
+
+
+class _Recorder(StateCache, Cache):
+    """A cache that keeps only shapes, and other findings that the probes share."""
 
     def __init__(self, has_mask: bool) -> None:
         Cache.__init__(self, layers=[])
+        self.states = PassStates()
         self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.states: dict[int, dict[StateKey, tuple[int, ...]]] = {}
         self.tuple_length = 0
-        self.seen: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self.kept: dict[int, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # by layer; see `kept_by`
+        self.seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
 
-    def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None: there is no earlier position. So MiniMax's own cache calls its states."""
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Record the shape of one row's state of MiniMax's linear attention."""
-        self.update_recurrent_state(linear_cache, layer_idx)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None: there is no earlier position."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None: there is no earlier position."""
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: only the newest state is kept."""
-        return False
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
-    ) -> Tensor:
-        """Record the shape of one row's last inputs of a convolution, and return the inputs padded to the kernel's size."""
-        size = conv_kernel_size or conv_states.shape[-1]
-        shape = (*conv_states.shape[1:-1], size)
-        self.states.setdefault(layer_idx, {})[CONV, state_idx] = shape
-        return pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Record the shape of one row's recurrent state."""
-        self.states.setdefault(layer_idx, {})[RECURRENT, state_idx] = (*recurrent_states.shape[1:],)
-        return recurrent_states
+    def kept_by(self, layer: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return what a layer that ran keeps: (heads, dim) of its tensors per token, and the shapes of one row's states."""
+        states = [(*state.shape[1:],) for (of, _), state in self.states.changed.items() if of == layer]
+        return (*self.shapes.get(layer, ()), *self.shapes.get(~layer, ())), (*states,)
 
 
 class _Probe(nn.Module):
@@ -313,15 +433,16 @@ class _Probe(nn.Module):
         """Return the layer's output, or the input in its place if the layer fails or a like one was run."""
         recorder = self.recorder
         if self.signature in recorder.seen:
-            recorder.shapes[self.number], recorder.states[self.number] = recorder.seen[self.signature]
+            recorder.kept[self.number] = recorder.seen[self.signature]
             return unchanged(hidden_states, recorder.tuple_length)
         try:
             output = self.layer(hidden_states, *args, **kwargs)
             recorder.tuple_length = len(output) if isinstance(output, tuple) else 0
         except RuntimeError:
             output = unchanged(hidden_states, recorder.tuple_length)
-        if self.number in recorder.shapes or self.number in recorder.states:
-            recorder.seen[self.signature] = recorder.shapes.get(self.number, ()), recorder.states.get(self.number, {})
+        kept = recorder.kept_by(self.number)
+        if any(kept):
+            recorder.kept[self.number] = recorder.seen[self.signature] = kept
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -153,6 +153,10 @@ class PackedWeight(_StandIn):
             f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products plain"
         )
 
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Return y (..., O, T) for x (..., I, T): Mamba's code multiplies one matrix from the left."""
+        return functional.linear(x.transpose(-1, -2), self).transpose(-1, -2)  # type: ignore[arg-type]
+
     def numel(self) -> int:
         """Return the number of elements."""
         return self.shape.numel()

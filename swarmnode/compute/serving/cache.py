@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import torch
 
-from swarmnode.compute.model.family import STATE_COPIES
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import (
     LONGEST_SHARED,
@@ -171,7 +170,7 @@ class CachePool:
         the budget has no room."""
         session = CachedSession(rows, max_length, padding, layers)
         if any(self.span.family.state_shapes[layer] for layer in layers):
-            session.history = StateHistory()
+            session.history = StateHistory(self.span.family.snapshots)
         self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
         self.sessions[session_id] = session
         return session
@@ -287,7 +286,7 @@ class CachePool:
         """Let the states of a session go back to `length`, or to a position before it whose successors are then owed. Returns that
         position. Raises ProtocolError, and changes nothing, if no snapshot leads there."""
         if not length:
-            session.history = StateHistory()
+            session.history = StateHistory(self.span.family.snapshots)
             return 0
         base = min(session.length, length) if length >= session.length else history.base(length)
         if base < session.floor or (length < session.length and history.reachable(length) < length):
@@ -395,7 +394,7 @@ class CachePool:
             own = plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
             if self.kv != PLAIN:
                 plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN)
-            own += STATE_COPIES * self.span.family.state_bytes(layer + 1, size)
+            own += self.span.family.state_copies * self.span.family.state_bytes(layer + 1, size)
             kept, largest = kept + own, max(largest, plain)
         if any(self.span.family.state_shapes[layer] for layer in layers):
             kept += KEPT_INPUTS * self.span.hidden_size * self.span.dtype.itemsize

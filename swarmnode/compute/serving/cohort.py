@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.serving.states import LayerState, PassStates, StateCache, StateHistory
+from swarmnode.compute.model.traced_model import LayerState, PassStates, StateCache
+from swarmnode.compute.serving.states import StateHistory
 from swarmnode.config import INT8_KV, PLAIN
 
 MAX_LAG = 16  # most steps that a cohort goes on with a stand-in for an absent member

@@ -27,7 +27,7 @@ from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
 from swarmnode.compute.serving.graph_passes import SpanGraphs
-from swarmnode.compute.serving.states import KEPT_INPUTS, SNAPSHOT_DISTANCE
+from swarmnode.compute.serving.states import KEPT_INPUTS
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -332,7 +332,7 @@ class StageRunner:
         history = cached.history
         if history is None:
             return work
-        is_due = cached.length - history.base(cached.length) >= SNAPSHOT_DISTANCE
+        is_due = cached.length - history.base(cached.length) >= history.distance
         if is_due or work.guessed or work.count > self._longest_shared:
             self.pool.take_snapshot(cached, is_guessed=work.guessed > 0)
         if history.owed is None:
@@ -365,10 +365,10 @@ class StageRunner:
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
             # A graph computes the model alone, with other bits than torch's way.
             adapter = opened.adapter if not is_shared else "any" if opened.adapter and self.graphs is not None else ""
-            # Stand-ins would change recurrent states: steps of such sessions are equally long, and their prompts alone.
+            # Stand-ins would change recurrent states: steps and chunks of such sessions that share a pass are equally long.
             alone: Hashable = None
             if opened.cached.history is not None:
-                is_alike = is_short and not self._goes_singly(opened.cached, work.count)
+                is_alike = work.count <= KEPT_INPUTS and not self._goes_singly(opened.cached, work.count)
                 alone = (work.count, opened.cached.length > 0) if is_alike else work.session_id
             alike.setdefault((opened.start, opened.end, adapter, is_short, is_early, alone), []).append(work)
         groups: list[list[StepInput]] = []

@@ -190,7 +190,7 @@ def quantise(llama: Path, folder: Path, method: str) -> dict[str, Tensor]:
     packing, settings = METHODS[method]
     for name, tensor in load_file(llama / "model.safetensors").items():
         stem = name.removesuffix(".weight")
-        if "proj" not in name:
+        if "proj" not in name or tensor.ndim != 2 or tensor.shape[0] % 8 or tensor.shape[1] % 32:
             quantised[name] = plain[name] = tensor
             continue
         parts, plain[name] = packing(tensor)

@@ -24,7 +24,7 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, check_layer_count, load_config
 from swarmnode.compute.model.checkpoint_writer import write_plain
-from swarmnode.compute.model.family import Family, check_packs, family_of
+from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.gguf.gguf_reader import ARRAY, GgufReader, GgufTensor
 from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
@@ -289,7 +289,7 @@ class GgufCheckpoint:
         (out / CONFIG_FILE).write_text(f"{values}\n")
         config = load_config(out / CONFIG_FILE)
         check_layer_count(config, len(self._stored), self.file)
-        return check_packs(family_of(config))
+        return family_of(config)
 
     def _write_tokenizer(self, out: Path) -> None:
         """Write the tokenizer files beside the GGUF file, else the tokenizer within it, and the generation config.

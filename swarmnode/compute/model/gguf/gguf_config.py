@@ -129,16 +129,18 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
 
     Raises CheckpointError if a key has an effect that is not supported here.
     """
-    for key in _SIZES:
-        if (size := header.said(key)) is not None and not (isinstance(size, list) or 0 < size <= MAX_SIZE):
-            raise CheckpointError(
-                f"its {header.architecture}.{key} is {size}, not a whole number from 1 to {MAX_SIZE:,}"
-            )
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = {**read, "tie_word_embeddings": OUTPUT not in header}
     defaults = CONFIG_MAPPING[values["model_type"]]()
+    for key in _SIZES:
+        # Files of models without attention say that they have 0 heads.
+        least = 0 if key == "attention.head_count" and not hasattr(defaults, "num_attention_heads") else 1
+        if (size := header.said(key)) is not None and not (isinstance(size, list) or least <= size <= MAX_SIZE):
+            raise CheckpointError(
+                f"its {header.architecture}.{key} is {size}, not a whole number from 1 to {MAX_SIZE:,}"
+            )
     mapping: Any = GGUF_CONFIG_MAPPING
     # Some architectures have other names in the files than in transformers.
     known = {**mapping.get(header.architecture, {}), **mapping.get(values["model_type"].removesuffix("_text"), {})}
@@ -179,7 +181,8 @@ def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any],
     # The size of a head: the config's, the family's own (Gemma's), or else an equal part of the hidden size.
     widths, counts = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
     width, count = (next((values[name] for name in names if name in values), 1) for names in (widths, counts))
-    usual, own = defaults.hidden_size // defaults.num_attention_heads, getattr(defaults, "head_dim", None)
+    heads = getattr(defaults, "num_attention_heads", 1)
+    usual, own = defaults.hidden_size // heads, getattr(defaults, "head_dim", None)
     head = int(values.get("head_dim") or (own if own and own != usual else width // count))
     config = {**vars(defaults), **values, "head_dim": head}
     for key, value in header.items():

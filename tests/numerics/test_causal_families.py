@@ -1,0 +1,92 @@
+"""Each type that transformers maps to a class of causal language models is served, or refused for a known reason."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Gemma3ForConditionalGeneration, Qwen3_5ForConditionalGeneration
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from swarmnode.compute.model.assemble import check_tensors
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import family_of
+from swarmnode.compute.serving.loading import check_family, load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import CheckpointError
+from tests.numerics.families import FAMILIES, RECURRENT, causal_config, tiny_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NO_CONFIG = {"gemma4_assistant"}  # its default config is not valid
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def refused() -> tuple[frozenset[str], frozenset[str]]:
+    """Refused types by the page: of models of text, and of others."""
+    text = PAGE.read_text().partition("<!-- refused families -->")[2].partition("<!-- end -->")[0]
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")][1:]
+    others = [row for row in rows if "`git`" in row]
+    return tuple(frozenset(re.findall(r"`([\w-]+)`", " ".join(some))) for some in (set(rows) - set(others), others))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("model_type", [each for each in CAUSAL if each not in {**FAMILIES, **RECURRENT}])
+def test_a_family_is_served_or_refused_in_a_sentence(model_type: str) -> None:
+    text, others = refused()
+    if model_type in NO_CONFIG:
+        assert model_type in others
+        return
+    config = causal_config(model_type)
+    if model_type not in text | others:
+        check_family(family_of(config))
+        return
+    with pytest.raises(CheckpointError) as caught:
+        check_family(family_of(config))
+    assert ("images or sound" in str(caught.value)) == (model_type in others)
+
+
+def test_the_page_counts_what_is_served() -> None:
+    told = re.search(
+        r"transformers (\S+) has (\d+) such families: (\d+) of them .* (\d+) of the (\d+)", PAGE.read_text()
+    )
+    assert told is not None
+    text, others = refused()
+    assert not (text | others) & set(FAMILIES | RECURRENT)
+    if told.group(1) == transformers.__version__:
+        served = len(set(CAUSAL) - text - others)
+        assert [int(told.group(n)) for n in range(2, 6)] == [len(CAUSAL), served, served, len(CAUSAL) - len(others)]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@torch.inference_mode()
+def test_the_language_model_of_a_larger_one_is_served(name: str, tmp_path: Path) -> None:
+    """A checkpoint as it is published, with an image encoder: only the language model's tensors are read."""
+    vision: dict[str, dict[str, Any]] = {
+        "gemma3": {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        "qwen3_5": {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+    }
+    text = tiny_config(f"{name}_text").to_dict()
+    widths = {"hidden_size": 32, "intermediate_size": 32, **vision[name]}
+    config = CONFIG_MAPPING[name](text_config=text, vision_config=widths)
+    torch.manual_seed(0)
+    classes = {"gemma3": Gemma3ForConditionalGeneration, "qwen3_5": Qwen3_5ForConditionalGeneration}
+    model = classes[name](config).eval()
+    model.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    check_tensors(checkpoint)
+    seen = [entry for entry in checkpoint.entries if "visual" in entry or "vision" in entry]
+    assert seen and not any(checkpoint.family.units_of_tensor(entry) for entry in seen)
+    ids_BT = torch.randint(2, 80, (1, 12))
+    x = ids_BT
+    for start, end in ((0, 3), (3, 6)):
+        runner = StageRunner(load_span(checkpoint, start, end), RunnerConfig(1 << 24))
+        runner.open("one", rows=1, max_length=16)
+        x = runner.run([StepInput("one", x, WANT_ALL)])[0].output
+    assert torch.allclose(x, model(input_ids=ids_BT, use_cache=False).logits, atol=1e-5)
