@@ -131,11 +131,11 @@ class Referee:
         """Whether the maximal number of audits is running."""
         return len(self._tasks) >= MAX_AUDITS
 
-    def another_route(self, route: Sequence[HopSpec], *avoided: PeerId) -> Route | None:
-        """Draw other peers for the hops of `route`, none of them `avoided` or shunned. A hop without another peer keeps its
-        own; None if all do."""
+    def another_route(self, route: Sequence[HopSpec], *avoided: PeerId, same_bits: bool = False) -> Route | None:
+        """Draw other peers for the hops of `route`, none of them `avoided` or shunned, and with `same_bits` of the same classes of
+        equal bits. A hop without another peer keeps its own; None if all do."""
         peers, avoid = self.host.directory.peers(), self.standing.shunned.union(avoided)
-        return second_route(route, peers, self.dice, avoid=avoid)
+        return second_route(route, peers, self.dice, avoid=avoid, same_bits=same_bits)
 
     async def settle(self, case: Coroutine[Any, Any, str]) -> str:
         """Await the result of an audit, count it and save the standings. Returns `void` if the audit failed."""

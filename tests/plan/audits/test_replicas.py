@@ -11,8 +11,16 @@ from swarmnode.swarm.records.announcement import Announcement, State
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))
 
 
-def peer(name: str, start: int, end: int, number_format: str = "bfloat16", state: State = State.READY) -> Announcement:
-    return Announcement(1, bytes(32), name, 1, 0.0, 9.0, 0.0, state, (start, end), number_format=number_format)
+def peer(
+    name: str,
+    start: int,
+    end: int,
+    number_format: str = "bfloat16",
+    state: State = State.READY,
+    bits: bytes = b"",
+) -> Announcement:
+    span = start, end
+    return Announcement(1, bytes(32), name, 1, 0.0, 9.0, 0.0, state, span, number_format=number_format, bits=bits)
 
 
 def second(*others: Announcement, avoid: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -39,3 +47,21 @@ def test_nobody_can_tell_who_it_will_be() -> None:
     peers = {one.peer: one for one in (peer("a", 0, 3), peer("b", 3, 6), *(peer(f"c{n}", 0, 3) for n in range(4)))}
     drawn = {second_route(ROUTE, peers, random.Random(seed))[0].peer for seed in range(64)}  # type: ignore[index]
     assert drawn == {"c0", "c1", "c2", "c3"}
+
+
+def test_replicas_of_the_same_classes() -> None:
+    """A hop without a class has no replica of the same one; classes may differ from hop to hop."""
+    one, two = b"one", b"two"
+    route = [peer("a", 0, 3, bits=one), peer("b", 3, 6, bits=two)]
+    others = [peer("c", 0, 3, bits=one), peer("d", 3, 6, bits=one), peer("e", 0, 3), peer("f", 0, 3, bits=two)]
+
+    def drawn(*peers: Announcement) -> set[str]:
+        known = {one.peer: one for one in peers}
+        found = (second_route(ROUTE, known, random.Random(seed), same_bits=True) for seed in range(32))
+        return {"-" if route is None else "".join(hop.peer for hop in route) for route in found}
+
+    assert drawn(*route, *others) == {"cb"}
+    assert drawn(*route, *others, peer("g", 3, 6, bits=two)) == {"cg"}
+    assert drawn(*route, *others[1:]) == {"-"}
+    assert drawn(route[0], peer("b", 3, 6), *others) == {"-"}
+    assert drawn(route[0], *others) == {"-"}, "of a peer that has gone no class is known"
