@@ -35,7 +35,7 @@ from swarmnode.serving.served_adapters import StageAdapters
 from swarmnode.serving.session.opening import journal_bytes, units_of
 from swarmnode.serving.session.session_memory import Promise, SessionMemory
 from swarmnode.serving.worker import ComputeWatch
-from swarmnode.swarm.records.announcement import BITS_BYTES
+from swarmnode.swarm.records.announcement import MAX_BITS_BYTES
 
 if TYPE_CHECKING:
     from swarmnode.serving.session.session import StageSession
@@ -154,7 +154,7 @@ class Pipeline:
     def bits(self) -> bytes:
         """Class of equal bits of the whole span, from those of its devices' parts; empty if one has none."""
         parts = [worker.runner.bits for worker in self.workers]
-        joined = parts[0] if len(parts) == 1 else hashlib.sha256(b"".join(parts)).digest()[:BITS_BYTES]
+        joined = parts[0] if len(parts) == 1 else hashlib.sha256(b"".join(parts)).digest()[:MAX_BITS_BYTES]
         return joined if all(parts) else b""
 
     def bits_of(self, session: int) -> bytes:

@@ -28,7 +28,7 @@ from swarmnode.measuring.hardware import Hardware, StageResources
 from swarmnode.measuring.meters import DECODE
 from swarmnode.plan.view import Span
 from swarmnode.serving.worker import Worker
-from swarmnode.swarm.records.announcement import BITS_BYTES
+from swarmnode.swarm.records.announcement import MAX_BITS_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def find_bits(runner: StageRunner) -> bytes:
         torch.set_num_threads(threads)
     if len(ways) == 1 and all(result.numel() and torch.equal(result, results[0]) for result in results):
         runner.bits_of_graph = ways.pop()
-        runner.bits = hashlib.sha256(results[0].numpy().tobytes()).digest()[:BITS_BYTES]
+        runner.bits = hashlib.sha256(results[0].numpy().tobytes()).digest()[:MAX_BITS_BYTES]
     return runner.bits
 
 

@@ -48,7 +48,7 @@ MAX_CODECS = 16
 MAX_CODEC = 255
 MAX_ANNOUNCED_DRAFTS = 255
 MAX_DRAFT_MODEL_CHARS = 48
-BITS_BYTES = 8
+MAX_BITS_BYTES = 8
 COORDINATE_NUMBERS = 5
 MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
@@ -62,7 +62,7 @@ Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 PeerDigest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 CodecNumber = Annotated[int, Meta(ge=0, le=MAX_CODEC)]
 Measured = Annotated[int, Meta(ge=0, lt=1 << 32)]
-BitsClass = Annotated[bytes, Meta(max_length=BITS_BYTES)]
+BitsClass = Annotated[bytes, Meta(max_length=MAX_BITS_BYTES)]
 """Class of equal bits: a hash of what a span computes of a fixed input; empty if a position's bits depend on its company"""
 
 
