@@ -276,7 +276,9 @@ def of_one_class(replica: PackedReplica, positions: int, seed: int, vocabulary: 
         key = dice.randbytes(SEED_BYTES)
         for session in range(SESSIONS):
             known = [digests(hidden[session], key) for hidden in again.hidden]
-            apart_T = torch.tensor([deviations(digests(h[session], key), k) for h, k in zip(served.hidden, known, strict=True)])
+            apart_T = torch.tensor(
+                [deviations(digests(h[session], key), k) for h, k in zip(served.hidden, known, strict=True)]
+            )
             differ += int(((apart_T > 0).any(0) | (served.tokens_ST[session] != again.tokens_ST[session])).sum())
             for name, lie in LIES.items():
                 lied_TH = lie(served.hidden[0][session].clone(), dice.randrange(1, POSITIONS))

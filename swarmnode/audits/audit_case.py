@@ -44,7 +44,7 @@ from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import BUSY_RETRY_S, ask_one
-from swarmnode.plan.audits import SAME_CLASS, Calibration, Judgement, judge_draws, judge_states, judge_tokens
+from swarmnode.plan.audits import Calibration, Judgement, judge_draws, judge_states, judge_tokens
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
@@ -320,7 +320,7 @@ class AuditCase:
         could not be carried out.
         """
         await session.stay()
-        again = self._choose_second_route(session.route, moved=session.epoch > 1)
+        again, self._exact = self._referee.audit_route(session.route, moved=session.epoch > 1)
         accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
         if not all(account.digests for account in accounts):  # a hop has computed in two ways, or its class has changed
             self._exact = False
@@ -328,22 +328,6 @@ class AuditCase:
         prompt = self._sampling.prompt_length
         drawn = {at: self.ids[at] for at in range(max(prompt, session.received_end), self._end + 1)}
         return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1), again)
-
-    def _choose_second_route(self, route: Route, *, moved: bool) -> Route | None:
-        """Return another route for the text of a session over `route`, None if there is none; and decide whether digests are asked
-        for: in most audits if peers of the same classes can compute the text twice more. A session that has `moved` may hold
-        positions of another class."""
-        referee = self._referee
-        if not moved and referee.dice.random() < SAME_CLASS:
-            again = referee.another_route(route, same_bits=True)
-            others = [new.peer for new, old in zip(again or (), route, strict=False) if new.peer != old.peer]
-            third = referee.another_route(route, *others, same_bits=True) if again is not None else None
-            if again is not None and third is not None:
-                places = zip(route, again, third, strict=True)
-                self._exact = all(new.peer == old.peer or last.peer != old.peer for old, new, last in places)
-                if self._exact:
-                    return again
-        return referee.another_route(route)
 
     async def _decide(self, original: TextRun, again: Route | None) -> str:
         if (edge := original.contradiction(self.ids)) is not None:  # its two ends are in doubt

@@ -296,6 +296,31 @@ def second_route(
     return tuple(second) if any(new.peer != old.peer for new, old in zip(second, route, strict=True)) else None
 
 
+def audit_route(
+    route: Sequence[HopSpec],
+    peers: Mapping[PeerId, Announcement],
+    random: Random,
+    *,
+    avoid: Collection[PeerId] = (),
+    moved: bool = False,
+) -> tuple[tuple[HopSpec, ...] | None, bool]:
+    """Return the route for computing a text again, as `second_route`, and whether digests decide.
+
+    They do in most audits if two more peers of the same class of equal bits hold each hop that has a replica, the second of them
+    for a third run.
+
+    A session that has `moved` may hold positions of another class.
+    """
+    any_class = second_route(route, peers, random, avoid=avoid)
+    if any_class is None or moved or random.random() >= SAME_CLASS:
+        return any_class, False
+    again = second_route(route, peers, random, avoid=avoid, same_bits=True) or route
+    third = second_route(route, peers, random, avoid={*avoid, *(hop.peer for hop in again)}, same_bits=True) or route
+    places = zip(route, any_class, again, third, strict=True)
+    exact = all(other == old or (new != old and last != old) for old, other, new, last in places)
+    return (tuple(again), True) if exact else (any_class, False)
+
+
 @dataclass(frozen=True)
 class SessionCost:
     """Cost of serving a session and of auditing it, in seconds of one layer."""

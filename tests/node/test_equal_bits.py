@@ -19,6 +19,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.config import FAST
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
+from swarmnode.plan import audits
 from swarmnode.serving.span_part import find_bits
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.net.virtual import in_virtual_time
@@ -45,7 +46,7 @@ async def packed_swarm(
     source: ModelSource, folder: Path, monkeypatch: pytest.MonkeyPatch, last: int = 3
 ) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
     """Two stages of three replicas of one class, or fewer of the last one, whose audits all ask for digests if they can."""
-    monkeypatch.setattr(audit_case, "SAME_CLASS", 1.0)
+    monkeypatch.setattr(audits, "SAME_CLASS", 1.0)
     stages: Any = {"spans": ("0:2", "2:4"), "products": FAST}
     async with three_by_two(lambda swarm: swarm.create(source), folder, last, **stages) as (swarm, client):
         yield swarm, client

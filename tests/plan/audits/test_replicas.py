@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.plan.audits import second_route
+from swarmnode.plan.audits import SAME_CLASS, audit_route, second_route
 from swarmnode.swarm.records.announcement import Announcement, State
 
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))
@@ -65,3 +65,38 @@ def test_replicas_of_the_same_classes() -> None:
     assert drawn(*route, *others[1:]) == {"-"}
     assert drawn(route[0], peer("b", 3, 6), *others) == {"-"}
     assert drawn(route[0], *others) == {"-"}, "of a peer that has gone no class is known"
+
+
+def drawn_routes(*peers: Announcement, moved: bool = False) -> list[tuple[str, bool]]:
+    known = {one.peer: one for one in peers}
+    found = (audit_route(ROUTE, known, random.Random(seed), moved=moved) for seed in range(1000))
+    return [("-" if route is None else "".join(hop.peer for hop in route), exact) for route, exact in found]
+
+
+def test_helpers_with_a_class_of_their_own_audit_a_liar_in_some_texts_only() -> None:
+    """A fourth of the audits goes to any replica: most of these to honest ones, if most are."""
+    one, two = b"one", b"two"
+    liars = [peer("a", 0, 3, bits=two), *(peer(f"l{number}", 0, 3, bits=two) for number in range(2))]
+    honest = [peer(f"h{number}", 0, 3, bits=one) for number in range(6)]
+    last = [peer("b", 3, 6, bits=one)]
+    found = drawn_routes(*liars, *honest, *last)
+    by_class = [route for route, exact in found if exact]
+    assert 0.7 < len(by_class) / len(found) < 0.8 and abs(SAME_CLASS - 0.75) < 1e-9
+    assert {route[0] for route in by_class} == {"l"}
+    by_honest = sum(route.startswith("h") for route, exact in found if not exact)
+    assert 0.15 < by_honest / len(found) < 0.25
+
+
+def test_digests_decide_only_if_a_third_peer_of_the_class_can() -> None:
+    bits = b"one"
+    pair = [peer("a", 0, 3, bits=bits), peer("b", 3, 6, bits=bits), peer("c", 0, 3, bits=bits)]
+    assert not any(exact for _, exact in drawn_routes(*pair))
+    assert not any(exact for _, exact in drawn_routes(*pair, peer("d", 0, 3)))
+    three = [*pair, peer("e", 0, 3, bits=bits)]
+    assert {exact for _, exact in drawn_routes(*three)} == {False, True}
+    assert not any(exact for _, exact in drawn_routes(*three, moved=True))
+    assert not any(exact for _, exact in drawn_routes(*three, peer("f", 3, 6, bits=bits)))
+    assert not any(exact for _, exact in drawn_routes(*three, peer("f", 3, 6))), (
+        "a hop that only others can audit is audited"
+    )
+    assert not any(exact for _, exact in drawn_routes(peer("a", 0, 3, bits=bits), *three[2:], peer("b", 3, 6)))
