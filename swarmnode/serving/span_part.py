@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.executor import forget_traceback
@@ -81,6 +81,15 @@ def find_bits(runner: StageRunner) -> bytes:
         return runner.bits
     finally:
         torch.set_num_threads(threads)
+    # torch multiplies a plain matrix with other sums for other numbers of rows, which the passes above need not show.
+    is_plain = any(
+        parameter.dim() > 1 and parameter.numel()
+        for module in span.model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+    if ways == {False} and is_plain:
+        return runner.bits
     if len(ways) == 1 and all(result.numel() and torch.equal(result, results[0]) for result in results):
         runner.bits_of_graph = ways.pop()
         runner.bits = hashlib.sha256(results[0].numpy().tobytes()).digest()[:MAX_BITS_BYTES]

@@ -21,7 +21,7 @@ from swarmnode.config import FAST
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.plan import audits
 from swarmnode.serving.span_part import find_bits
-from tests.compute.model.llama_gguf import save_llama_gguf
+from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import Change, hop_in_use, results, swapped, tamper, three_by_two
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
@@ -105,6 +105,18 @@ def test_a_span_whose_bits_depend_on_the_company_has_no_class(source: ModelSourc
         assert find_bits(runner) == b""
     runner.graphs.run = run  # type: ignore[method-assign]
     assert find_bits(runner) != b""
+
+
+def test_torch_products_of_plain_matrices_have_no_class(tmp_path: Path) -> None:
+    """Experts are chosen by a plain matrix, whose sums in torch differ with the number of rows, though not in each trial."""
+    save_moe_gguf(tmp_path / "tiny.gguf", form="Q4_0")
+    source = from_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "packed", packs=True)
+    for start in (1, 2):
+        runner = StageRunner(
+            load_span(Checkpoint(source.folder), start, start + 1, products=FAST), RunnerConfig(1 << 28)
+        )
+        runner.graphs = None
+        assert find_bits(runner) == b""
 
 
 @in_virtual_time
