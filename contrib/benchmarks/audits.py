@@ -1,6 +1,7 @@
 """Audits on a small Llama: deviations of honest replicas, false alarms, and steps until a liar is found. Prints JSON.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
+    python contrib/benchmarks/audits.py --packed MODEL.gguf [--positions 1000000] [--seed 1]
 
 An honest pair computes the same text twice, through three hops. Once as it is served: a prompt, then steps, in passes of ever
 other sessions and of several positions now and then; one session in four loses its caches half-way and replays. Once as an audit
@@ -8,6 +9,9 @@ does: the whole text in chunks. Compared is what the two hops send on, in sketch
 
 A liar's work is judged by the code that clients run, at the default budget and the mean share: half of what newcomers get.
 `--table` prints the rows of `swarmnode/plan/audits.py`.
+
+`--packed` compares packed models by the digests of peers of one class of equal bits, between one thread and two. It prints how many
+positions differ among honest peers, after each round of texts, and in how many texts a lie shows.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +35,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the line above: it reads OMP_NUM_THREADS when it is imported
 from torch import Tensor
 
+from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sketch import deviations, sketch
-from swarmnode.config import INT8_KV, PLAIN
+from swarmnode.compute.serving.sketch import deviations, digests, sketch
+from swarmnode.config import FAST, INT8_KV, PLAIN
+from swarmnode.founding.model_source import open_model
 from swarmnode.plan.audits import AuditBudget, Calibration, cost_of, judge_states, judge_tokens
 
 LAYERS, WIDTH, VOCABULARY = 8, 64, 512
@@ -69,6 +77,21 @@ class Replica:
             load_span(self.checkpoint, *hop, dtype=getattr(torch, dtype), quantize=quantize or "none") for hop in HOPS
         )
         return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30, kv=INT8_KV if kv else PLAIN)) for span in spans]
+
+
+@dataclass(frozen=True)
+class PackedReplica(Replica):
+    """Packed model with fast products, in three hops. Its spans are loaded once."""
+
+    spans: list[ModelSpan] = field(default_factory=list)
+
+    def runners(self) -> list[StageRunner]:
+        third = self.checkpoint.family.units // 3
+        if not self.spans:
+            hops = (0, third), (third, 2 * third), (2 * third, self.checkpoint.family.units)
+            dtype = getattr(torch, self.number_format)
+            self.spans.extend(load_span(self.checkpoint, *hop, dtype=dtype, products=FAST) for hop in hops)
+        return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30)) for span in self.spans]
 
 
 @dataclass(frozen=True)
@@ -143,7 +166,8 @@ def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resu
                     hidden[index][session, start:end] = sent_BTH[0]
 
     dtype = runners[0].span.dtype
-    hidden = [torch.zeros(SESSIONS, POSITIONS, WIDTH, dtype=dtype) for _ in HOPS[:-1]]
+    width = runners[0].span.hidden_size
+    hidden = [torch.zeros(SESSIONS, POSITIONS, width, dtype=dtype) for _ in HOPS[:-1]]
     tokens_ST = torch.zeros(SESSIONS, POSITIONS, dtype=torch.int64)
     for session in range(SESSIONS):
         open_session(session)
@@ -230,6 +254,59 @@ def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
             }
     return rows
 
+
+# -- one class of equal bits
+
+
+def of_one_class(replica: PackedReplica, positions: int, seed: int, vocabulary: int) -> dict[str, Any]:
+    """Compare texts as they are served with one thread, and as an audit computes them with two, by digests. Prints the counts after
+    each round."""
+    dice, done, differ, codecs = random.Random(seed), 0, 0, (Codec.NONE, Codec.INT8, Codec.BF16)
+    lies = {name: [0, 0] for name in LIES}
+    began_s = time.process_time()
+    while done < positions:
+        seed += 1
+        codec = codecs[seed % len(codecs)]
+        ids_ST = torch.randint(0, vocabulary, (SESSIONS, POSITIONS), generator=torch.Generator().manual_seed(seed))
+        torch.set_num_threads(1)
+        served = compute(replica, ids_ST, as_served(random.Random(seed)), codec, range(0, SESSIONS, 4))
+        torch.set_num_threads(2)
+        again = compute(replica, ids_ST, as_audited(), codec)
+        torch.set_num_threads(1)
+        key = dice.randbytes(SEED_BYTES)
+        for session in range(SESSIONS):
+            known = [digests(hidden[session], key) for hidden in again.hidden]
+            apart_T = torch.tensor(
+                [deviations(digests(h[session], key), k) for h, k in zip(served.hidden, known, strict=True)]
+            )
+            differ += int(((apart_T > 0).any(0) | (served.tokens_ST[session] != again.tokens_ST[session])).sum())
+            for name, lie in LIES.items():
+                lied_TH = lie(served.hidden[0][session].clone(), dice.randrange(1, POSITIONS))
+                lies[name][0] += max(deviations(digests(lied_TH, key), known[0])) > 0
+                lies[name][1] += 1
+        done += ids_ST.numel()
+        found = {"positions": done, "differ": differ, "texts in which a lie shows": lies}
+        print(json.dumps(found | {"cpu_s": round(time.process_time() - began_s)}), file=sys.stderr, flush=True)
+    return found
+
+
+def _one_bit(hidden_TH: Tensor, at: int) -> Tensor:
+    hidden_TH[at, 3] = hidden_TH[at, 3].nextafter(hidden_TH[at, 3] + 1)
+    return hidden_TH
+
+
+def _noise(hidden_TH: Tensor, at: int) -> Tensor:
+    noise_H = torch.randn(hidden_TH.shape[1], generator=torch.Generator().manual_seed(at))
+    hidden_TH[at] += 0.03 * hidden_TH[at].norm() / noise_H.norm() * noise_H
+    return hidden_TH
+
+
+def _swapped(hidden_TH: Tensor, at: int) -> Tensor:
+    hidden_TH[[at, at - 1]] = hidden_TH[[at - 1, at]]
+    return hidden_TH
+
+
+LIES = {"one bit": _one_bit, "3 % of noise": _noise, "swapped": _swapped}
 
 # -- liars
 
@@ -352,8 +429,17 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--packed", metavar="MODEL.gguf")
+    parser.add_argument("--positions", type=int, default=1_000_000)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.packed:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = open_model(args.packed, Path(folder, "model"), packs=True)
+            replica = PackedReplica(checkpoint, "float32")
+            found = of_one_class(replica, args.positions, args.seed, checkpoint.config.vocab_size)
+        print(json.dumps(found, indent=2))
+        return
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_model(Path(folder, "model"), args.seed)
         if args.table:

@@ -6,6 +6,9 @@ an ordinary session. They cannot tell it from a session that was moved to them a
 parameters, and inputs that are already known.
 
 A hop's account of a session, fetched and verified: its signed statement and the sketches that the statement covers.
+
+Between peers of one class of equal bits, digests take the place of sketches, and any difference is false. The client asks for
+digests if it finds two more peers of the class for each hop: one to compute the text again, and one to decide.
 """
 
 from __future__ import annotations
@@ -22,13 +25,20 @@ import torch
 from torch import Tensor
 
 from swarmnode.audits.referee import RUN_S, Referee, Replays, odd_one_out
-from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES, SKETCH_BYTES, GetStatement, StatementReply
+from swarmnode.codec.audit_messages import (
+    MAX_SKETCHED,
+    POSITION_DIGEST_BYTES,
+    SEED_BYTES,
+    SKETCH_BYTES,
+    GetStatement,
+    StatementReply,
+)
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode
 from swarmnode.compute.serving.sampler import may_draw
-from swarmnode.compute.serving.sketch import deviations, read_sketches
+from swarmnode.compute.serving.sketch import deviations, read_digests, read_sketches
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import verify
@@ -47,27 +57,37 @@ class HopAccount:
     """Account of one hop for positions [0, T): its last `statement`, the signed bytes of it (`raw`), and the sketches
     of both edges.
 
-    `received_TK` is None if the hop received token ids, `sent_TK` is None if the hop sent no states (the last hop).
+    `received_TK` is None if the hop received token ids, `sent_TK` is None if the hop sent no states (the last hop). With `digests`
+    both hold digests instead.
     """
 
     statement: Statement
     raw: bytes
     received_TK: Tensor | None
     sent_TK: Tensor | None
+    digests: bool = False
 
 
 async def fetch_account(
-    board: Switchboard, peer: PeerId, session: bytes, seed: bytes, end: int, swarm: bytes, *, length: int = 0
+    board: Switchboard,
+    peer: PeerId,
+    session: bytes,
+    seed: bytes,
+    end: int,
+    swarm: bytes,
+    *,
+    length: int = 0,
+    digests: bool = False,
 ) -> HopAccount:
-    """Fetch the account of `peer` for positions [0, `end`) of `session`, with sketches by `seed`. The text has `length` positions
-    (0: all that the session has).
+    """Fetch the account of `peer` for positions [0, `end`) of `session`, with sketches by `seed`, or with `digests` if the peer
+    states a class of equal bits. The text has `length` positions (0: all that the session has).
 
     Raises ProtocolError if the account is invalid or its parts disagree; PeerLost, PeerRefused or NetworkDown if there
     is no answer.
     """
     parts: list[HopAccount] = []
     for first in range(0, end, MAX_SKETCHED):
-        question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first), length)
+        question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first), length, digests)
         parts.append(await _ask(board, peer, question, swarm))
     # Statements of one account differ in positions and sketches only.
     last = parts[-1].statement
@@ -79,7 +99,7 @@ async def fetch_account(
     received = [part.received_TK for part in parts if part.received_TK is not None]
     sent = [part.sent_TK for part in parts if part.sent_TK is not None]
     received_TK, sent_TK = (torch.cat(edge) if edge else None for edge in (received, sent))
-    return HopAccount(last, parts[-1].raw, received_TK, sent_TK)
+    return HopAccount(last, parts[-1].raw, received_TK, sent_TK, parts[-1].digests)
 
 
 async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
@@ -93,7 +113,7 @@ async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: 
             if error.code is not ErrorCode.BUSY:
                 raise
             await asyncio.sleep(error.retry_s or BUSY_RETRY_S)
-    account = read_account(body.statement, payload, swarm)
+    account = read_account(body.statement, payload, swarm, digests=question.digests)
     said = account.statement
     asked = (peer, question.session, question.seed, question.first, question.count)
     if (said.peer, said.session, said.seed, said.first, said.count) != asked:
@@ -101,17 +121,19 @@ async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: 
     return account
 
 
-def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
-    """Decode and verify a hop's answer. Raises ProtocolError if the statement or the sketches are not as their author
-    signed them."""
+def read_account(raw: bytes, payload: Buffer, swarm: bytes, *, digests: bool = False) -> HopAccount:
+    """Decode and verify a hop's answer to a question for sketches or for `digests`. Raises ProtocolError if the statement or the
+    sketches are not as their author signed them."""
     statement = open_statement(raw, swarm, verify)
     if hashlib.sha256(payload).digest() != statement.sketches:
         raise ProtocolError("it did not sign these sketches", peer=statement.peer)
-    size_bytes = statement.count * SKETCH_BYTES
-    received_TK = read_sketches(payload[:size_bytes], statement.count) if statement.start > 0 else None
+    digests = digests and statement.bits != b""
+    read, row_bytes = (read_digests, POSITION_DIGEST_BYTES) if digests else (read_sketches, SKETCH_BYTES)
+    size_bytes = statement.count * row_bytes
+    received_TK = read(payload[:size_bytes], statement.count) if statement.start > 0 else None
     rest = payload[size_bytes:] if received_TK is not None else payload
-    sent_TK = read_sketches(rest, statement.count) if len(rest) else None
-    return HopAccount(statement, raw, received_TK, sent_TK)
+    sent_TK = read(rest, statement.count) if len(rest) else None
+    return HopAccount(statement, raw, received_TK, sent_TK, digests)
 
 
 log = logging.getLogger(__name__)
@@ -137,6 +159,11 @@ class TextRun:
     accounts: Sequence[HopAccount]
     drawn: Mapping[int, int]
     moved: bool = False
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether all hops gave digests, so that any difference from a run of the same classes counts."""
+        return all(account.digests for account in self.accounts)
 
     def base(self, index: int) -> int:
         """Return the first position that hop `index` received from the hop before it in this route."""
@@ -220,7 +247,8 @@ def compare(
 
     A hop's result at a position depends on its inputs up to it. Therefore no hop is judged by positions from the
     first whose input differed on. Deviations of a hop without a position beyond the tolerance are noted in `calibration`,
-    unless `adapted`. Hops that state two number formats get no verdict, and neither do the hops behind them.
+    unless `adapted`. Hops that state two number formats get no verdict, and neither do the hops behind them. If both runs have
+    digests, there is no tolerance, and hops that state two classes of equal bits get no verdict either.
 
     Args:
         codec_at: Gives the coarsest codec through which states have passed when they enter a layer.
@@ -228,13 +256,17 @@ def compare(
     """
     judgements: list[Judgement] = []
     alike: int | None = None  # positions up to the first whose input differed
+    exact = first.has_digests
+    if exact != other.has_digests:
+        return Comparison(unclear=True)
     for index in range(len(first.route)):
-        said = first.accounts[index].statement
-        if said.number_format != other.accounts[index].statement.number_format:
+        said, again_said = first.accounts[index].statement, other.accounts[index].statement
+        if said.number_format != again_said.number_format or (exact and said.bits != again_said.bits):
             return Comparison(tuple(judgements), unclear=True)
         codec = codec_at(said.end)
         if index + 1 == len(first.route):
             tolerance = calibration.tolerance(said.number_format, codec, units=said.end)
+            tolerance = replace(tolerance, other_tokens=0.0) if exact else tolerance
             both = [at for at in first.drawn if at in other.drawn and (alike is None or at <= alike)]
             drawn, again = ([run.drawn[at] for at in both] for run in (first, other))
             judgements.append(judge_tokens(drawn, again, tolerance))
@@ -249,7 +281,7 @@ def compare(
             judged = judge_states(apart[max(first.base(index + 1), other.base(index + 1)) :], tolerance)
             if was_false and not judged.false:  # a hop of an earlier route sent it, and all that follows depends on it
                 return Comparison(tuple(judgements), unclear=True)
-        elif not adapted:
+        elif not adapted and not exact:
             calibration.record(first.route[index].peer, said.number_format, codec, apart, units=said.end)
         judgements.append(judged)
         if judged.false:
@@ -268,6 +300,7 @@ class AuditCase:
     def __init__(self, referee: Referee, replays: Replays, spec: SessionSpec, ids: Sequence[int]) -> None:
         assert spec.sampling is not None
         self.accused: HopAccount | None = None  # the first run's account of the hop that was found false
+        self._exact = False  # whether digests are asked for, of peers of one class of equal bits
         self._referee = referee
         self._replays = replays
         self._spec = spec
@@ -287,13 +320,16 @@ class AuditCase:
         could not be carried out.
         """
         await session.stay()
+        again, self._exact = self._referee.audit_route(session.route, moved=session.epoch > 1)
         accounts = await asyncio.wait_for(self._ask(session.id, session.route), RUN_S)
+        if not all(account.digests for account in accounts):  # a hop has computed in two ways, or its class has changed
+            self._exact = False
         await session.close()
         prompt = self._sampling.prompt_length
         drawn = {at: self.ids[at] for at in range(max(prompt, session.received_end), self._end + 1)}
-        return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1))
+        return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1), again)
 
-    async def _decide(self, original: TextRun) -> str:
+    async def _decide(self, original: TextRun, again: Route | None) -> str:
         if (edge := original.contradiction(self.ids)) is not None:  # its two ends are in doubt
             if edge in (0, len(original.route)) and original.moved:
                 return "void"  # a lost hop may have sent a token to one of the two, which was then drawn a second time
@@ -323,7 +359,7 @@ class AuditCase:
                 else:
                     self._referee.doubt_both(suspect, other)
                 return "doubt"
-        second = await self._run_again(original.route)
+        second = None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # without a doubt: a token may have come back to this route sooner than its input did
         comparison = self._compare(original, second)
@@ -409,7 +445,8 @@ class AuditCase:
         False for other hops, at temperature 0, and for draws that depend on the tokens before (penalties, grammars).
         """
         sampling, spec = self._sampling, self._spec
-        if index + 1 < len(run.route) or sampling.temperature <= 0 or sampling.counts_tokens or spec.follows_grammar:
+        depends = sampling.temperature <= 0 or sampling.counts_tokens or spec.follows_grammar
+        if run.has_digests or index + 1 < len(run.route) or depends:
             return False
         judged = self._compare(run, third).judgements[index]
         others = [at for at in sorted(run.drawn) if run.drawn[at] != third.drawn.get(at, run.drawn[at])]
@@ -455,14 +492,20 @@ class AuditCase:
     # -- asking
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
-        """Fetch from every hop of the route its signed account of the session. Raises the first error of a fetch."""
-        return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
+        """Fetch from every hop of the route its signed account of the session: with digests if they are asked for and all hops have
+        them, else with sketches. Raises the first error of a fetch."""
+        for digests in (True, False) if self._exact else (False,):
+            accounts = await asyncio.gather(*(self._fetch(hop.peer, session, digests=digests) for hop in route))
+            if all(account.digests for account in accounts):
+                break
+        return list(accounts)
 
-    async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
+    async def _fetch(self, peer: PeerId, session: bytes, *, digests: bool) -> HopAccount:
         referee = self._referee
         try:
             asked = (session, self._seed, self._end, referee.host.swarm.id)
-            account = await fetch_account(self._replays.statements, peer, *asked, length=len(self.ids) - 1)
+            board, length = self._replays.statements, len(self.ids) - 1
+            account = await fetch_account(board, peer, *asked, length=length, digests=digests)
         except PeerRefused:
             referee.standing.forfeit(peer)  # a peer that is present and refuses may have had to drop the session
             raise
@@ -478,7 +521,7 @@ class AuditCase:
     async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:
         """Run the text over another route without `avoided`; None if no hop has another peer. Raises the error that
         ended the run."""
-        again = self._referee.another_route(route, *avoided)
+        again = self._referee.another_route(route, *avoided, same_bits=self._exact)
         return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
 
     async def _run(self, route: Route) -> TextRun:

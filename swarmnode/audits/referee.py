@@ -27,7 +27,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.peer.questions import board_of
-from swarmnode.plan.audits import Calibration, second_route
+from swarmnode.plan.audits import Calibration, audit_route, second_route
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.serving.client.client_session import ClientSession, WithAdapter, as_it_is
 from swarmnode.serving.client.router import Route, Router
@@ -131,11 +131,16 @@ class Referee:
         """Whether the maximal number of audits is running."""
         return len(self._tasks) >= MAX_AUDITS
 
-    def another_route(self, route: Sequence[HopSpec], *avoided: PeerId) -> Route | None:
-        """Draw other peers for the hops of `route`, none of them `avoided` or shunned. A hop without another peer keeps its
-        own; None if all do."""
+    def another_route(self, route: Sequence[HopSpec], *avoided: PeerId, same_bits: bool = False) -> Route | None:
+        """Draw other peers for the hops of `route`, none of them `avoided` or shunned, and with `same_bits` of the same classes of
+        equal bits. A hop without another peer keeps its own; None if all do."""
         peers, avoid = self.host.directory.peers(), self.standing.shunned.union(avoided)
-        return second_route(route, peers, self.dice, avoid=avoid)
+        return second_route(route, peers, self.dice, avoid=avoid, same_bits=same_bits)
+
+    def audit_route(self, route: Sequence[HopSpec], *, moved: bool) -> tuple[Route | None, bool]:
+        """Draw other peers to compute the text of a session over `route` again. Returns them, and whether digests decide."""
+        peers, shunned = self.host.directory.peers(), self.standing.shunned
+        return audit_route(route, peers, self.dice, avoid=shunned, moved=moved)
 
     async def settle(self, case: Coroutine[Any, Any, str]) -> str:
         """Await the result of an audit, count it and save the standings. Returns `void` if the audit failed."""

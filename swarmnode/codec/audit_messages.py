@@ -40,6 +40,7 @@ from swarmnode.errors import ProtocolError
 AUDIT_PROTOCOL = "/swarmnode/audit/1"
 SKETCH_VALUES = 32
 SKETCH_BYTES = 4 * SKETCH_VALUES  # per position: float32, little-endian
+POSITION_DIGEST_BYTES = 16  # per position, instead of a sketch
 SEED_BYTES = 16
 MAX_SKETCHED = 512  # positions in one question
 MAX_STATEMENT_BYTES = 1024
@@ -52,6 +53,7 @@ class GetStatement(Body, frozen=True):
     """Question to a hop of a session for sketches of positions [first, first + count), by projections that follow from `seed`.
 
     The statement is about the first `length` positions of the session (0: all). Later ones may hold guesses behind the text's end.
+    With `digests` a peer that states a class of equal bits sends digests of the positions in place of sketches.
     """
 
     session: SessionId
@@ -59,6 +61,7 @@ class GetStatement(Body, frozen=True):
     first: Position
     count: Annotated[int, Meta(ge=1, le=MAX_SKETCHED)]
     length: Position = 0
+    digests: bool = False
 
     def check(self) -> None:
         if self.first + self.count > MAX_POSITIONS:
@@ -69,7 +72,7 @@ class StatementReply(Body, frozen=True):
     """Answer to GET_STATEMENT: a signed statement (`protocol/records.md`).
 
     The payload holds sketches of the hop's inputs (not if they are token ids), then of its outputs (not if the hop is the last):
-    SKETCH_VALUES float32 values per position.
+    SKETCH_VALUES float32 values per position, or POSITION_DIGEST_BYTES if digests were asked for and it states a class.
     """
 
     statement: Annotated[bytes, Meta(max_length=MAX_STATEMENT_BYTES)]

@@ -90,6 +90,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
                 "sessions": peer.sessions,
                 "cache_tokens_free": peer.cache_tokens_free,
                 "draft_model": peer.draft_model,
+                "bits": peer.bits.hex(),
                 "decode_units_per_s": peer.decode_units_per_s,
                 "training_units_per_s": peer.training_units_per_s,
                 "training_step": peer.training_step,

@@ -250,6 +250,9 @@ def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:
 
 
 SHARE = 0.03  # of the throughput
+SAME_CLASS = (
+    0.75  # of audits by peers of one class, if they can be; the others by any replica, since a class may be made up
+)
 NEWCOMER = 2.0  # times the mean share
 LONG_STANDING = 0.5
 
@@ -260,13 +263,18 @@ def second_route(
     random: Random,
     *,
     avoid: Collection[PeerId] = (),
+    same_bits: bool = False,
 ) -> tuple[HopSpec, ...] | None:
     """Return `route` with each hop moved to a random other peer that can replace it; None if no hop has a replica.
 
     A replica is ready, holds the hop's layers and announces the same number format as the hop's peer, which `peers` must have. The
     choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are never
-    chosen as replicas.
+    chosen as replicas. With `same_bits` replicas also are of the class of equal bits that the hop's peer announces; None if a hop
+    has no class.
     """
+    classes = [peers[hop.peer].bits if hop.peer in peers else b"" for hop in route]
+    if same_bits and not all(classes):
+        return None
     used: set[PeerId] = {hop.peer for hop in route}
     second: list[HopSpec] = []
     for hop in route:
@@ -280,11 +288,37 @@ def second_route(
             and peer.span[0] <= hop.start
             and hop.end <= peer.span[1]
             and peer.number_format == original.number_format
+            and (not same_bits or peer.bits == original.bits)
         ]
         chosen = random.choice(sorted(able)) if able else hop.peer
         used.add(chosen)
         second.append(HopSpec(chosen, hop.start, hop.end))
     return tuple(second) if any(new.peer != old.peer for new, old in zip(second, route, strict=True)) else None
+
+
+def audit_route(
+    route: Sequence[HopSpec],
+    peers: Mapping[PeerId, Announcement],
+    random: Random,
+    *,
+    avoid: Collection[PeerId] = (),
+    moved: bool = False,
+) -> tuple[tuple[HopSpec, ...] | None, bool]:
+    """Return the route for computing a text again, as `second_route`, and whether digests decide.
+
+    They do in most audits if two more peers of the same class of equal bits hold each hop that has a replica, the second of them
+    for a third run.
+
+    A session that has `moved` may hold positions of another class.
+    """
+    any_class = second_route(route, peers, random, avoid=avoid)
+    if any_class is None or moved or random.random() >= SAME_CLASS:
+        return any_class, False
+    again = second_route(route, peers, random, avoid=avoid, same_bits=True) or route
+    third = second_route(route, peers, random, avoid={*avoid, *(hop.peer for hop in again)}, same_bits=True) or route
+    places = zip(route, any_class, again, third, strict=True)
+    exact = all(other == old or (new != old and last != old) for old, other, new, last in places)
+    return (tuple(again), True) if exact else (any_class, False)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ weights that each pass reads, and consumer cards seldom have another way to reac
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from swarmnode.serving.served_adapters import StageAdapters
 from swarmnode.serving.session.opening import journal_bytes, units_of
 from swarmnode.serving.session.session_memory import Promise, SessionMemory
 from swarmnode.serving.worker import ComputeWatch
+from swarmnode.swarm.records.announcement import MAX_BITS_BYTES
 
 if TYPE_CHECKING:
     from swarmnode.serving.session.session import StageSession
@@ -147,6 +149,18 @@ class Pipeline:
         self.watch.forget(session)
         for worker in self._passed.pop(session):
             worker.forget(session)
+
+    @property
+    def bits(self) -> bytes:
+        """Class of equal bits of the whole span, from those of its devices' parts; empty if one has none."""
+        parts = [worker.runner.bits for worker in self.workers]
+        joined = parts[0] if len(parts) == 1 else hashlib.sha256(b"".join(parts)).digest()[:MAX_BITS_BYTES]
+        return joined if all(parts) else b""
+
+    def bits_of(self, session: int) -> bytes:
+        """Return the class `bits` if all that the session has computed here is of it, else b""."""
+        workers = self._passed.get(session, ())
+        return self.bits if all(worker.runner.has_equal_bits(session) for worker in workers) else b""
 
     def submit(self, job: Job) -> None:
         """Queue a job of a session on the pipeline's devices; see `SessionPipeline.submit`."""

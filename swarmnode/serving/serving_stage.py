@@ -20,7 +20,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.sketch import sketch, sketch_bytes
+from swarmnode.compute.serving.sketch import digests, sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PrecisionError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.measuring.capability import in_sequence, serving_section
@@ -75,19 +75,31 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
         is_last = opened.index + 1 == len(opened.route)
         if question.first + question.count > min(received.length, told.length if is_last else sent.length):
             return Answer(Error(ErrorCode.INVALID_REQUEST))
-        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told)
+        states = all(edge.is_by_position for edge in (received, sent))
+        bits = session.pipeline.bits_of(session.key) if states else b""
+        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told, bits)
         return Answer(StatementReply(statement), (payload,))
 
     return QuestionServer(peer, AUDIT_PROTOCOL, GetStatement, answer)
 
 
 def _state(
-    author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, sent_tokens: Edge
+    author: Author,
+    question: GetStatement,
+    opened: Open,
+    received: Conveyed,
+    sent: Conveyed,
+    sent_tokens: Edge,
+    bits: bytes,
 ) -> tuple[bytes, bytes]:
-    """Return the signed statement of a hop's work that answers `question`, and the sketches of its inputs and outputs."""
+    """Return the signed statement of a hop's work that answers `question`, and the sketches of its inputs and outputs, or their
+    digests if it asks for them and the hop has computed in the class `bits`."""
     sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
     hidden = (edge.hidden(question.first, question.count) for edge in sketched)
-    payload = b"".join(sketch_bytes(sketch(hidden_TH, question.seed)) for hidden_TH in hidden)
+    if question.digests and bits:
+        payload = b"".join(digests(hidden_TH, question.seed).numpy().tobytes() for hidden_TH in hidden)
+    else:
+        payload = b"".join(sketch_bytes(sketch(hidden_TH, question.seed)) for hidden_TH in hidden)
     start, end = units_of(opened)
     statement = Statement(
         swarm=author.swarm,
@@ -103,6 +115,7 @@ def _state(
         received=received.edge(),
         sent=sent.edge() if sent.entries else sent_tokens,
         sketches=hashlib.sha256(payload).digest(),
+        bits=bits,
     )
     return sign_statement(statement, author.sign), payload
 
@@ -230,11 +243,13 @@ class ServingStage(Stage):
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
         server = self.server
         drafts = min(server.config.max_drafts, MAX_DRAFTS)
+        classes = {pipeline.bits for pipeline in server.pipelines}
         load = ServingLoad(
             sessions=server.load,
             cache_tokens_free=server.free_cache_tokens,
             drafts=drafts,
             draft_model="" if self.draft is None else self.draft.name,
+            bits=classes.pop() if len(classes) == 1 else b"",
         )
         return self.hardware.section, speeds, load
 

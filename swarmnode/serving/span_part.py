@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
+from swarmnode.compute.executor import forget_traceback
 from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import LONGEST_SHARED
+from swarmnode.compute.serving.cohort import LONGEST_SHARED, Buffers, CachedSession, Cohort
 from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import PrecisionError
@@ -25,8 +28,12 @@ from swarmnode.measuring.hardware import Hardware, StageResources
 from swarmnode.measuring.meters import DECODE
 from swarmnode.plan.view import Span
 from swarmnode.serving.worker import Worker
+from swarmnode.swarm.records.announcement import MAX_BITS_BYTES
+
+log = logging.getLogger(__name__)
 
 COMPANY_PASSES = 64  # passes of several sessions, after which more are expected
+COLUMNS = 1_100  # of a trial of equal bits: ggml shares out those of a lone row from 512 on
 MAX_BATCH = 64  # rows of one pass in the ledger's estimate
 TRIAL_SESSION = -2
 PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and the left padding of each
@@ -48,6 +55,100 @@ def try_span(runner: StageRunner) -> None:
         raise PrecisionError(
             f"layers [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}; use --dtype float32"
         )
+
+
+@torch.inference_mode()
+def find_bits(runner: StageRunner) -> bytes:
+    """Compute positions of a fixed input in all kinds of passes, and set `runner.bits`, the span's class, to a hash of the results.
+
+    Peers of one class compute each position with equal bits. The passes have 1, 2, 8 and 33 positions, in rows or one behind
+    another, behind COLUMNS columns, with the node's threads and with one. All layers write into the same memory. The class is empty
+    if a position's bits depend on its pass, or the span's family cannot be tried.
+    """
+    span, threads = runner.span, torch.get_num_threads()
+    runner.bits = b""
+    if not span.has_same_bits or span.family.keeps_states or any(span.packings):
+        return runner.bits
+    results: list[Tensor] = []
+    ways: set[bool] = set()
+    try:
+        for count in {threads, 1}:
+            torch.set_num_threads(count)
+            results.append(_compute_in_all_passes(runner, ways))
+    except Exception as error:  # a family's code may raise anything
+        log.info("%r has no class of equal bits: %s", span, error or type(error).__name__)
+        forget_traceback(error)
+        return runner.bits
+    finally:
+        torch.set_num_threads(threads)
+    # torch multiplies a plain matrix with other sums for other numbers of rows, which the passes above need not show.
+    is_plain = any(
+        parameter.dim() > 1 and parameter.numel()
+        for module in span.model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+    if ways == {False} and is_plain:
+        return runner.bits
+    if len(ways) == 1 and all(result.numel() and torch.equal(result, results[0]) for result in results):
+        runner.bits_of_graph = ways.pop()
+        runner.bits = hashlib.sha256(results[0].numpy().tobytes()).digest()[:MAX_BITS_BYTES]
+    return runner.bits
+
+
+def _compute_in_all_passes(runner: StageRunner, ways: set[bool]) -> Tensor:
+    """Return the results of a prompt's positions behind many columns, empty if they differ from those in other passes. Whether
+    passes were graphs of ggml goes to `ways`."""
+    span, draw = runner.span, torch.Generator().manual_seed(0)
+    longest = min(COLUMNS, span.position_limit or COLUMNS)
+    x_1T = _fixed(draw, (1, min(33, longest), *(() if span.has_embedding else (span.hidden_size,))), span)
+    kept: dict[tuple[torch.Size, int], Buffers] = {}
+    likes: dict[int, Buffers] = {}
+
+    def compute(rows: int, count: int, past: int) -> Tensor:
+        session = CachedSession(rows, past + count, [0] * rows, span.layers_of(span.start, span.end))
+        session.length = past
+        session.cohort = cohort = Cohort(
+            [session], session.max_length, span.device, runner.pool.windows, runner.pool.store
+        )
+        cohort.refresh_rows()
+        for layer, like in likes.items():
+            key = like[0].shape, cohort.columns_in(layer)
+            if key not in kept or kept[key][0].shape[0] != rows:
+                kept[key] = cohort.store.allocate(like[0], like[len(like) // 2], rows, key[1])
+                first = cohort.first_kept(layer)
+                for buffer in kept[key]:
+                    columns = _fixed(draw.manual_seed(1), (longest + 1, 1, *buffer.shape[1:2], *buffer.shape[3:]), span)
+                    columns = columns[first : first + buffer.shape[2]] * (1 if buffer.is_floating_point() else 64)
+                    buffer[:, :, : len(columns)] = columns.permute(1, 2, 0, 3)
+                    buffer[:, :, len(columns) :] = 0
+            cohort.buffers[layer] = kept[key]
+        cohort.make_room(count)
+        x = x_1T[:, :count].expand(rows, *x_1T[:, :count].shape[1:]).contiguous()
+        output = runner.graphs.run(cohort, x, span.start, span.end, count) if runner.graphs is not None else None
+        ways.add(output is not None)
+        if output is None:
+            positions = cohort.position_ids(count)
+            output = span.forward(x, cache=cohort, position_ids=positions, keep_last=count)
+        likes.update(cohort.buffers)
+        return output.float()
+
+    compute(1, 1, 0)  # makes buffers, whose shapes the others have
+    past, length = longest - x_1T.shape[1], x_1T.shape[1]
+    few = min(64, past)
+    prompt = compute(1, length, past)
+    same = [compute(1, 1, past), compute(2, min(2, length), past)]
+    is_same = all(torch.equal(one, prompt[:, : one.shape[1]].expand(len(one), -1, -1)) for one in same)
+    alone, beside = compute(1, 1, few), compute(8, 1, few)
+    is_same &= torch.equal(beside, alone.expand(8, -1, -1))
+    return torch.cat([prompt, alone], dim=1) if is_same else torch.empty(0)
+
+
+def _fixed(draw: torch.Generator, shape: tuple[int, ...], span: ModelSpan) -> Tensor:
+    """Return token ids for two dimensions, else numbers, which are the same on every machine: a random generator's integers are."""
+    if len(shape) == 2:
+        return torch.randint(0, span.vocab_size, shape, generator=draw)
+    return (torch.randint(-127, 128, shape, generator=draw) / 64.0).to(span.dtype)
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:
@@ -118,6 +219,7 @@ class SpanPart:
                 await worker.call("try the span", lambda: try_span(runner))
             if runner.graphs is not None:
                 await worker.call("try its graph", runner.graphs.prepare)
+            await worker.call("find its bits", lambda: find_bits(runner))
             measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all are measured again once packed
             at_first = partial(measure, few=not lasting)

@@ -10,7 +10,7 @@ import torch
 from swarmnode.audits.audit_case import HopAccount, TextRun, compare
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.serving.sketch import sketch
+from swarmnode.compute.serving.sketch import digests, sketch
 from swarmnode.plan.audits import Calibration
 from swarmnode.serving.session.session_streams import ids_digest
 from swarmnode.swarm.records.statement import Edge, Statement
@@ -162,3 +162,68 @@ def test_a_hop_is_not_judged_for_what_it_was_sent_otherwise() -> None:
 
     behind[30] = states(4)[30]
     assert false_hop(run(lied, behind, drawn)) == 1, "for what it made of what was sent to it as to the other"
+
+
+def exact(
+    first: torch.Tensor, second: torch.Tensor, drawn: list[int], *, bits: bytes = b"1", seed: bytes = SEED
+) -> TextRun:
+    """As `run`, by peers of one class of equal bits, with digests by `seed`."""
+    plain = run(first, second, drawn)
+    found = [None, digests(first, seed), digests(second, seed), None]
+    accounts = [
+        HopAccount(msgspec.structs.replace(account.statement, bits=bits), b"", found[at], found[at + 1], digests=True)
+        for at, account in enumerate(plain.accounts)
+    ]
+    return TextRun(plain.route, accounts, plain.drawn)
+
+
+def exact_hop(other: TextRun, mine: TextRun | None = None) -> int | None:
+    mine = exact(states(1), states(2), IDS) if mine is None else mine
+    assert other.contradiction(IDS) is None and mine.contradiction(IDS) is None
+    return compare(mine, other, lambda _unit: Codec.NONE, Calibration()).false_hop
+
+
+def one_bit(layer: int, at: int) -> torch.Tensor:
+    sent = states(layer)
+    sent[at, 3] = sent[at, 3].nextafter(torch.tensor(9.0))
+    return sent
+
+
+def test_in_a_class_one_bit_is_false_and_equal_work_proves() -> None:
+    same = compare(
+        exact(states(1), states(2), IDS), exact(states(1), states(2), IDS), lambda _unit: Codec.NONE, Calibration()
+    )
+    assert same.false_hop is None and all(judged.proves for judged in same.judgements)
+    for at in (0, 31, 63):
+        assert exact_hop(exact(one_bit(1, at), states(3), IDS)) == 0
+        assert exact_hop(exact(states(1), one_bit(2, at), IDS)) == 1
+    swapped = states(1)
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert exact_hop(exact(swapped, states(2), IDS)) == 0
+    assert exact_hop(exact(states(1), states(2), [*IDS[:-1], 7])) == 2, "one token"
+
+
+def test_two_classes_or_two_kinds_of_accounts_are_never_mixed() -> None:
+    mine, other = exact(states(1), states(2), IDS), exact(states(1, 1e-7), states(2), IDS, bits=b"2")
+    for run_of_others in (other, HONEST):
+        found = compare(mine, run_of_others, lambda _unit: Codec.NONE, Calibration())
+        assert (found.false_hop, found.near_hop, found.unclear, found.judgements) == (None, None, True, ())
+
+
+def test_forged_and_replayed_digests_contradict_the_receiver() -> None:
+    honest = exact(states(1), states(2), IDS)
+    for lied in (exact(one_bit(1, 5), states(2), IDS), exact(states(1), states(2), IDS, seed=bytes(15) + b"1")):
+        accounts = [with_digests_of(honest.accounts[0], lied.accounts[0]), *honest.accounts[1:]]
+        assert TextRun(honest.route, accounts, honest.drawn).contradiction(IDS) == 1
+
+
+def with_digests_of(of: HopAccount, digests_of: HopAccount) -> HopAccount:
+    """The statement of one account with the digests of another."""
+    return HopAccount(of.statement, b"", of.received_TK, digests_of.sent_TK, digests=True)
+
+
+def test_digests_do_not_depend_on_how_positions_came() -> None:
+    whole = digests(states(1), SEED)
+    assert torch.equal(whole, torch.cat([digests(states(1)[:5], SEED), digests(states(1)[5:], SEED)]))
+    assert torch.equal(whole, digests(torch.stack([states(1), states(2)], 1)[:, 0], SEED)), "not contiguous"
+    assert not (whole == digests(states(1), bytes(15) + b"1")).all(-1).any()

@@ -24,7 +24,11 @@ Change = Callable[[Tensor], Tensor]
 
 @contextlib.asynccontextmanager
 async def three_by_two(
-    found: Callable[[VirtualSwarm], object], folder: Path, last: int = 3, **stage: Any
+    found: Callable[[VirtualSwarm], object],
+    folder: Path,
+    last: int = 3,
+    spans: tuple[str, str] = ("0:3", "3:6"),
+    **stage: Any,
 ) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
     """Two stages of three replicas each, or fewer of the `last` one, and a client that audits every session. `found` founds the
     swarm; `stage` are StageConfig's fields."""
@@ -32,9 +36,9 @@ async def three_by_two(
         found(swarm)
         await swarm.bootstrap()
         for number in range(3):
-            swarm.node(f"a{number}", "0:3", **stage)
+            swarm.node(f"a{number}", spans[0], **stage)
         for number in range(last):
-            swarm.node(f"b{number}", "3:6", **stage)
+            swarm.node(f"b{number}", spans[1], **stage)
         for member in swarm.members.values():
             await member.wait_for("ready")
         async with swarm.client(audit_share=ALWAYS) as client:
@@ -55,6 +59,10 @@ def tamper(member: VirtualMember, change: Change) -> None:
     forward = span.forward
     span.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
     compute_anew(member)
+    graphs = member.node._stage._parts[0].runner.graphs  # type: ignore[union-attr]
+    if graphs is not None:
+        run = graphs.run
+        graphs.run = lambda *args: None if (y := run(*args)) is None else change(y)
 
 
 def compute_anew(member: VirtualMember) -> None:

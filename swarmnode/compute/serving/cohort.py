@@ -241,6 +241,7 @@ class CachedSession:
         self.floor = 0
         self.lost = False
         self.history: StateHistory | None = None  # of a session with recurrent states
+        self.ways: set[bool] = set()  # whether its passes were graphs of ggml: torch's way may give other bits
         self.cohort: Cohort | None = None
         self.first_row = 0
         self.lag = 0

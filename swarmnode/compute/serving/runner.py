@@ -193,6 +193,7 @@ class StageRunner:
         self.captured = CapturedDecode(span, ledger) if is_captured else None
         takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states
         self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
+        self.bits, self.bits_of_graph = b"", False  # class of equal bits, and whether a graph of ggml has it
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
     def __repr__(self) -> str:
@@ -276,6 +277,14 @@ class StageRunner:
     def length(self, session_id: Hashable) -> int:
         """Return the number of positions that a session holds. Raises ProtocolError if it is unknown."""
         return self._opened(session_id).cached.end
+
+    def has_equal_bits(self, session_id: Hashable) -> bool:
+        """Return whether all that a session has computed has the bits of the class `bits`; False if it is unknown. Products of
+        adapters have no class."""
+        opened = self._sessions.get(session_id)
+        return (
+            opened is not None and bool(self.bits) and not opened.adapter and opened.cached.ways <= {self.bits_of_graph}
+        )
 
     def units(self, session_id: Hashable) -> int:
         """Return the number of layers in a session's range. Raises ProtocolError if it is unknown."""
@@ -537,12 +546,14 @@ class StageRunner:
         output: Tensor | None = None
         if self.graphs is not None and not any(self._adapter_of.get(member) for member in inputs):
             output = self.graphs.run(cohort, x, shape.start, shape.end, shape.keep_last)
+        is_graph = output is not None
         if output is None:
             is_empty = shape.end == self.span.family.units and not shape.keep_last
             captured = None if is_empty or shape.columns > self._longest_shared else self.captured
             output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
         cohort.advance({member: x.shape[1] for member, x in inputs.items()})
         for member, x in inputs.items():
+            member.ways.add(is_graph)
             if member.history is not None:
                 member.history.settle()
                 member.history.record_inputs(x, member.length)

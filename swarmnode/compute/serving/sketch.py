@@ -4,7 +4,10 @@ Random projections onto signs, as in Activation-DiFR (arXiv 2511.20621): the dis
 the distance of the sketched rows. The signs follow from a seed that is chosen after the states were sent, so that no peer can
 change states and keep their sketch.
 
-Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch, N float32 numbers.
+Digests take the place of sketches between peers of one class of equal bits: there any difference counts. Either kind is a tensor
+with a row for each position, and `deviations` compares two of one kind.
+
+Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch or digest, N float32 numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.codec.audit_messages import MAX_SKETCHED, SKETCH_BYTES, SKETCH_VALUES
+from swarmnode.codec.audit_messages import MAX_SKETCHED, POSITION_DIGEST_BYTES, SKETCH_BYTES, SKETCH_VALUES
 from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo, element_count
 from swarmnode.errors import ProtocolError
 
@@ -36,6 +39,13 @@ def sketch(hidden_TH: Tensor, seed: bytes) -> Tensor:
     width = hidden_TH.shape[-1]
     signs_HK = signs(seed, width * SKETCH_VALUES).view(width, SKETCH_VALUES)
     return (hidden_TH.to("cpu", torch.float64) @ signs_HK.double()).to(torch.float32)
+
+
+def digests(hidden_TH: Tensor, seed: bytes) -> Tensor:
+    """Return digests_TK (uint8) of rows of any dtype: of each row's bytes, with `seed` as key, so that none can be known before."""
+    rows_TB = hidden_TH.to("cpu").contiguous().view(torch.uint8).numpy()
+    found = (hashlib.blake2b(row, digest_size=POSITION_DIGEST_BYTES, key=seed).digest() for row in rows_TB)
+    return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(-1, POSITION_DIGEST_BYTES)
 
 
 def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
@@ -87,11 +97,21 @@ def read_sketches(data: bytes | bytearray | memoryview, count: int) -> Tensor:
     return sketch_TK
 
 
+def read_digests(data: bytes | bytearray | memoryview, count: int) -> Tensor:
+    """Decode the digests_TK of `count` rows. Raises ProtocolError if there are more or fewer."""
+    if len(data) != count * POSITION_DIGEST_BYTES:
+        raise ProtocolError(f"digests of {count} positions cannot have {len(data)} bytes")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(count, POSITION_DIGEST_BYTES)
+
+
 def deviations(one_TK: Tensor, other_TK: Tensor, *, least: float = 0.0) -> list[float]:
-    """Return for each row the distance of two sketches, relative to their lengths: infinite if only one is zero.
+    """Return for each row the distance of two sketches, relative to their lengths: infinite if only one is zero. Two digests that
+    differ are infinitely far apart, and equal ones not at all.
 
     `least` is explained at `relative`.
     """
+    if one_TK.dtype == other_TK.dtype == torch.uint8:
+        return torch.where((one_TK == other_TK).all(-1), 0.0, torch.inf).tolist()
     one_TK, other_TK = one_TK.double(), other_TK.double()
     lengths_T = (one_TK.norm(dim=-1) * other_TK.norm(dim=-1)).sqrt()
     return relative((one_TK - other_TK).norm(dim=-1), lengths_T, least=least).tolist()

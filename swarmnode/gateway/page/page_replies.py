@@ -57,6 +57,7 @@ class PeerReply(BaseModel):
     sessions: int
     cache_tokens_free: int
     draft_model: str
+    bits: str  # class of equal bits, in hex; empty: none
     decode_units_per_s: float
     training_units_per_s: float
     training_step: int

@@ -49,6 +49,7 @@ class RoutingConfig:
     entry_weight: float = 0.1  # a ring passes the client's link once, not once per token
     full_s: float = 0.25  # per unit: of a peer that says it has no room; it may have by now, and else answers BUSY
     replay_s: float = 0.25  # per unit: what moving its cache to another peer costs a running session
+    same_bits: float = 0.98  # of the time of a peer with the same bits as one that it replaces: the text stays the same
     drafting: float = 0.8  # of a ring's time, if its first hop has the wanted draft model: it may be a quarter slower
 
 
@@ -247,6 +248,7 @@ def find_route(
     ring: bool = True,
     avoid: Collection[PeerId] = (),
     retain: Sequence[HopSpec] = (),
+    alike: Collection[PeerId] = (),
     size: SessionSize = SessionSize(),
     config: RoutingConfig = RoutingConfig(),
 ) -> Route:
@@ -260,7 +262,8 @@ def find_route(
         client: Id of the peer that asks; None if it is unknown.
         ring: Whether each token goes from the last hop to the first one, instead of through the client.
         avoid: Peers to leave out.
-        keep: Hops of a running session. Leaving one of them costs the time of computing its KV cache again.
+        retain: Hops of a running session. Leaving one of them costs the time of computing its KV cache again.
+        alike: Peers of the classes of equal bits of these hops, which are preferred for their places if they are about as fast.
         size: Planned positions of the session. A long prompt gives weight to the peers' prefill speed; a peer without room for
             the session in its KV caches gets a penalty.
         config: Weights of the cost.
@@ -269,7 +272,7 @@ def find_route(
         NoRoute: Some layer has no ready holder outside `avoid`. The text names the layers.
     """
     request = Request(units or Span(0, view.units), client, ring)
-    candidates = _candidates(view, request, avoid, retain, size, config)
+    candidates = _candidates(view, request, avoid, retain, alike, size, config)
     _check_covered(view, candidates, request.span, avoid)
     route = _spread(view, candidates, request, config, MAX_SPLITS)
     assert route is not None, "covered units always have a route"
@@ -281,6 +284,7 @@ def _candidates(
     request: Request,
     avoid: Collection[PeerId],
     retain: Sequence[HopSpec],
+    alike: Collection[PeerId],
     size: SessionSize,
     config: RoutingConfig,
 ) -> list[Candidate]:
@@ -300,7 +304,9 @@ def _candidates(
         Candidate(
             peer.peer,
             peer.span,
-            _unit_s(peer, size, config) + replay_s + (0.0 if peer.has_room(size.tokens) else config.full_s),
+            _unit_s(peer, size, config) * (config.same_bits if peer.peer in alike else 1.0)
+            + replay_s
+            + (0.0 if peer.has_room(size.tokens) else config.full_s),
             drafts=peer.peer in drafting,
         )
         for peer in ready.values()

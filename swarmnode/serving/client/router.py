@@ -138,9 +138,19 @@ class DirectoryRouter(Router):
         )
         own = self._host.directory.network.peer_id
         avoid |= self._newcomers_left_out(view, avoid) - {hop.peer for hop in retain}
+        known = {**self._host.directory.suspects(), **peers}
+        classes = {known[hop.peer].bits for hop in retain if hop.peer in known} - {b""}
+        alike = frozenset(peer.peer for peer in peers.values() if peer.bits in classes)
         try:
             route = find_route(
-                view, units=self._span, client=own, ring=self._ring, avoid=avoid, retain=retain, size=size
+                view,
+                units=self._span,
+                client=own,
+                ring=self._ring,
+                avoid=avoid,
+                retain=retain,
+                alike=alike,
+                size=size,
             )
         except NoRoute as error:
             self._record("finds no route", str(error), view, avoid)

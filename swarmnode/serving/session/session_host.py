@@ -51,6 +51,13 @@ class SessionPipeline(Protocol):
             length: Positions wanted.
         """
 
+    def bits_of(self, session: int) -> bytes:
+        """Return the class of equal bits of all that the session has computed; empty if it has none.
+
+        Args:
+            session: Key of the session.
+        """
+
     def computed(self, job: Job, run: Pass) -> None:
         """Note that a job came back, which shows that the device works.
 

@@ -22,7 +22,7 @@ from swarmnode.codec.audit_messages import running_digest
 from swarmnode.codec.body import MAX_TOKEN_ID, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Input, Open, Output, ProposerKind, Truncate
-from swarmnode.codec.tensors import ID_DTYPES, Codec, DType, TensorInfo
+from swarmnode.codec.tensors import ID_DTYPES, INT8_GROUP, PLAIN_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
@@ -266,6 +266,17 @@ class Conveyed:
     def is_ids(self) -> bool:
         """Whether the values are token ids rather than hidden states."""
         return bool(self.entries) and self.entries[0].body.tensor.dtype in ID_DTYPES
+
+    @property
+    def is_by_position(self) -> bool:
+        """Whether what the receiver decodes of a position does not depend on the positions that were encoded with it: a group of
+        elements with one scale must not reach into the next position."""
+        infos = [entry.body.tensor for entry in self.entries]
+        in_groups = Codec.INT8, Codec.INT4
+        return all(
+            info.codec in PLAIN_CODECS or (info.codec in in_groups and info.shape[-1] % INT8_GROUP == 0)
+            for info in infos
+        )
 
     @property
     def codec(self) -> Codec:

@@ -48,6 +48,7 @@ MAX_CODECS = 16
 MAX_CODEC = 255
 MAX_ANNOUNCED_DRAFTS = 255
 MAX_DRAFT_MODEL_CHARS = 48
+MAX_BITS_BYTES = 8
 COORDINATE_NUMBERS = 5
 MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
@@ -61,6 +62,8 @@ Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 PeerDigest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 CodecNumber = Annotated[int, Meta(ge=0, le=MAX_CODEC)]
 Measured = Annotated[int, Meta(ge=0, lt=1 << 32)]
+BitsClass = Annotated[bytes, Meta(max_length=MAX_BITS_BYTES)]
+"""Class of equal bits: a hash of what a span computes of a fixed input; empty if a position's bits depend on its company"""
 
 
 class State(IntEnum):
@@ -124,6 +127,7 @@ class Announcement(Signable, frozen=True):
     pair_units_per_s: Figure = 0.0  # one position of a step of two, which a guess makes of a decode step
     draft_model: Annotated[str, Meta(max_length=MAX_DRAFT_MODEL_CHARS)] = ""  # name of the model that it guesses with
     tune_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of its time for tuning adapters of others; 0: it takes none
+    bits: BitsClass = b""
 
     def rules(self) -> dict[str, bool]:
         texts = (self.peer, self.name, self.device, self.number_format, self.draft_model, *self.addresses)
@@ -298,12 +302,13 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
 
 class ServingLoad(Section, frozen=True, kw_only=True):
     """Section of an announcement: the number of sessions, the cache positions that are free, the guesses that a session may have
-    in flight, and the name of the draft model. Filled by the serving stage."""
+    in flight, the name of the draft model, and the class of equal bits. Filled by the serving stage."""
 
     sessions: int | UnsetType = UNSET
     cache_tokens_free: int | UnsetType = UNSET
     drafts: int | UnsetType = UNSET
     draft_model: str | UnsetType = UNSET
+    bits: bytes | UnsetType = UNSET
 
 
 class TuningOffer(Section, frozen=True, kw_only=True):

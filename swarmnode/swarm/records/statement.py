@@ -29,7 +29,7 @@ from swarmnode.codec.audit_messages import (
 from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Step, TokenId, Unit
 from swarmnode.codec.training_messages import Peer, RunId
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS
+from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS, BitsClass
 from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 
 DOMAIN = b"swarmnode statement 1\n"
@@ -87,6 +87,7 @@ class Statement(Signable, frozen=True):
     received: Edge
     sent: Edge
     sketches: Digest  # SHA-256 of the payload
+    bits: BitsClass = b""  # of the peer, if all that the session computed is of it
 
     def __repr__(self) -> str:
         end = self.first + self.count

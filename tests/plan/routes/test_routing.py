@@ -149,6 +149,16 @@ def test_keeper_takes_over_where_nobody_else_can():
     assert hops_of(find_route(view, retain=keep)) == [("a", 0, 6)]
 
 
+@pytest.mark.parametrize(("speed", "taken"), [(100.0, "same"), (101.5, "same"), (103.0, "other"), (200.0, "other")])
+def test_a_lost_hop_is_replaced_by_a_peer_with_its_bits_unless_another_is_over_two_percent_faster(speed, taken):
+    peers = (peer("a", 0, 3), peer("same", 3, 6, 100.0), peer("other", 3, 6, speed))
+    view = View(6, peers, {(one.peer, two.peer): 0.0 for one, two in combinations(peers, 2)})
+    keep = [HopSpec("a", 0, 3), HopSpec("lost", 3, 6)]
+    for client in ("one", "two", "three", "four"):
+        route = find_route(view, client=client, retain=keep, alike={"same"}, ring=False)
+        assert hops_of(route) == [("a", 0, 3), (taken, 3, 6)]
+
+
 def test_clients_spread_over_equal_peers_and_each_is_constant():
     view = View(2, tuple(peer(f"p{i}", 0, 2) for i in range(4)))
     chosen = {client: find_route(view, client=client).hops[0].peer for client in map(str, range(40))}
