@@ -40,6 +40,7 @@ from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
     ANY_PACKED,
+    BOTTLENECK_FORMAT,
     CAUSAL_LM,
     CREDIT,
     FORMAT,
@@ -267,6 +268,7 @@ def create_swarm(
         priority=priority,
         format=number,
         products=products or UNSET,
+        bottleneck=model_source.bottleneck or UNSET,
         adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
@@ -287,6 +289,8 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
         return PACKED_FORMAT
     if source.quantised:
         return QUANTISED_FORMAT
+    if source.bottleneck:
+        return BOTTLENECK_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 

@@ -161,7 +161,7 @@ class Hardware:
             products=products,
             width=usual_width(checkpoint.layout)
             if isinstance(checkpoint, GraphCheckpoint)
-            else checkpoint.config.hidden_size,
+            else checkpoint.family.width,
             draft=part,
             head=head,
             advice=advice,

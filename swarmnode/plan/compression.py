@@ -50,6 +50,9 @@ class Demands:
 MICROBATCHES = Demands()
 """Microbatches in flight; the seconds are the beat."""
 
+NARROW = Demands((Codec.INT8, Codec.INT4))
+"""Microbatches in flight of a model with a bottleneck, whose few numbers lose next to nothing by 8 bits"""
+
 NOTICED_S = 0.001
 PROMPT = Demands(least_s=NOTICED_S, hurry=1)
 """Prompt of a session, whose codec is chosen once; the seconds are those of the pass."""

@@ -370,6 +370,11 @@ def _stage(
         host,
         parts,
         checkpoint_manager,
-        compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
+        compressor=ActivationCompressor(
+            hardware.config.compress,
+            host.swarm.manifest.codecs,
+            parts.ledger,
+            narrow=bool(host.swarm.manifest.bottleneck),
+        ),
         spot_checks=spot_checks,
     )
