@@ -481,7 +481,8 @@ def with_bottleneck(
     from swarmnode.compute.model.fresh import position_limit
     from swarmnode.compute.model.span import ModelSpan, load_model
 
-    checkpoint = open_model(model, out, force=force)
+    plain = out.with_name(f".{out.name}.plain")  # of a quantised model, until the projections are beside its weights
+    checkpoint = open_model(model, plain, force=True)
     bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers), checkpoint.family
     check_trains_at_layers(family)
     ids, length = read(Path(checkpoint.path)), min(WINDOW, position_limit(family) or WINDOW)
@@ -499,8 +500,6 @@ def with_bottleneck(
             states = states @ rows_RH.T @ rows_RH
             projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
             projections[f"{layer_name[1]}{before + 1}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
-    if Path(checkpoint.path) == out:
-        raise UsageError("--bottleneck: the model's weights are packed; give the plain checkpoint")
     values = read_json(checkpoint.path / CONFIG_NAME)
     with new_folder(out, force=force) as partial:
         for file in checkpoint_files(Path(checkpoint.path)):
@@ -513,6 +512,7 @@ def with_bottleneck(
         for name, tensor in projections.items():
             writer.add(name, tensor)
         writer.close()
+    shutil.rmtree(plain, ignore_errors=True)
     return _of_language_model(Checkpoint(out), model, out, byte_level=byte_level)
 
 
