@@ -243,13 +243,17 @@ def create_swarm(
         The swarm, ready to be saved.
 
     Raises:
-        UsageError: if the name or an address is invalid, if a model to be trained has no tokenizer and fewer than 256 tokens, or if
-            `products` are asked of a model without packed weights.
+        UsageError: if the name or an address is invalid, if a model to be trained has no tokenizer and fewer than 256 tokens, if a
+            model with a bottleneck is to be served only, or if `products` are asked of a model without packed weights.
     """
     check_name(name)
     bootstraps = bootstraps.settled()
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
+    elif model_source.bottleneck:
+        raise UsageError(
+            "the model has a bottleneck: it is served by the swarm that trains it; for a swarm that only serves, give another model"
+        )
     number = _format(model_source, adapters)
     if products and number not in ANY_PACKED:
         raise UsageError(

@@ -200,7 +200,7 @@ def bottleneck_of(config: Any) -> Bottleneck | None:
     named = getattr(config, CONFIG_KEY, None)
     if named is None:
         return None
-    values = [named.get(name) for name in Bottleneck._fields] if isinstance(named, dict) else []
+    values: list[Any] = [named.get(name) for name in Bottleneck._fields] if isinstance(named, dict) else []
     if not values or not all(type(value) is int for value in values):
         raise CheckpointError(
             f"config.json: {CONFIG_KEY} needs whole numbers for rank and layers; fetch the file again"
@@ -263,4 +263,5 @@ def principal_directions(states: Tensor, rank: int) -> Tensor:
     """Return rows_RH, orthonormal, that keep most of the energy of hidden states (positions, H)."""
     states_NH = states.reshape(-1, states.shape[-1]).double()
     _, vectors_HH = torch.linalg.eigh(states_NH.T @ states_NH)  # by rising energy
-    return vectors_HH[:, -rank:].T.flip(0).float().contiguous()
+    rows_RH: Tensor = vectors_HH[:, -rank:].T.flip(0).float().contiguous()
+    return rows_RH

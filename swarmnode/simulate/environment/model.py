@@ -104,8 +104,15 @@ class Model:
         ends = tuple(family.layers_of(unit, unit + 1).stop for unit in range(family.units))
         sizes = (tuple(parameters), tuple(map(int, active)), tuple(cache), family.width, shared)
         wide = 0 if family.bottleneck is None else int(config.hidden_size)
-        experts_of = {"routed": tuple(routed), "experts": experts, "active_experts": active_experts}
-        return cls(name, *sizes, **experts_of, wide=wide, layer_ends=ends)
+        return cls(
+            name,
+            *sizes,
+            routed=tuple(routed),
+            experts=experts,
+            active_experts=active_experts,
+            wide=wide,
+            layer_ends=ends,
+        )
 
     def mixture(self, weight_bytes: float = WEIGHT_BYTES) -> ExpertMixture | None:
         """Return the mean sizes of the layers with experts, with parameters of `weight_bytes` in memory; None without such layers.
