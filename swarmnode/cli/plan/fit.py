@@ -350,7 +350,9 @@ def _rows(
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
-            "between_stages": _between_stages(source) if trains and isinstance(source, Checkpoint) else None,
+            "between_stages": _between_stages(source)
+            if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
+            else None,
         }
 
 
