@@ -121,7 +121,7 @@ TABLE = CommandTable(
     },
     topics={  # NAME@COMMAND: of that command only
         "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units "
-        "adapter adapters quantize kv dtype capture draft-model weights span",
+        "bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
         "This machine": "memory disk device threads cpu-share nice idle-disk max-upload max-download max-gpu-temperature "
         "max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "

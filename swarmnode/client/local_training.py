@@ -13,7 +13,7 @@ import torch
 
 from swarmnode.checkpoints.checkpoint_export import write_checkpoint
 from swarmnode.client.training.client import Listener, TrainingClient
-from swarmnode.client.training.preparation import check_trains, prepare
+from swarmnode.client.training.preparation import check_exports, check_trains, prepare
 from swarmnode.client.tuning.client import TuningClient
 from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.compute.device import probe_device, set_threads
@@ -75,6 +75,8 @@ async def train_here(
     if output is not None:
         check_free(output.folder, force=output.force)
     manifest, folder = await founded_files(swarm, home, patience_s, TrainingClient, check_trains)
+    if output is not None:
+        check_exports(manifest)
     run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings, rules)
     set_threads(place.threads)
     where, units = probe_device(place.device).torch_device, (0, manifest.model.units)

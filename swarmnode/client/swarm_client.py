@@ -376,6 +376,10 @@ class SwarmClient(ModelClient):
                 "hold_ends does not work with an adapter: its changes to "
                 "embedding and head are not here; leave out one of the two"
             )
+        if hold_ends and self.manifest.bottleneck:
+            raise UsageError(
+                "hold_ends does not work with a bottleneck: its first and last stage hold layers besides; leave it out"
+            )
         adapter = await self.adapters.resolve(adapter)
         loop = asyncio.get_running_loop()
 

@@ -9,9 +9,11 @@ the text (docs/models.md lists them).
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,15 @@ from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
+from swarmnode.compute.model.stack import (
+    CONFIG_KEY,
+    STAGES,
+    THIN_IN,
+    THIN_OUT,
+    Bottleneck,
+    boundaries,
+    principal_directions,
+)
 from swarmnode.compute.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, UsageError
@@ -30,6 +41,8 @@ from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, 
 from swarmnode.swarm.storage.content import (
     CONFIG_NAME,
     GENERATION_NAME,
+    INDEX_NAME,
+    SMALL_NAMES,
     TOKENIZER_NAMES,
     Progress,
     checkpoint_files,
@@ -43,6 +56,9 @@ if TYPE_CHECKING:
     from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
     from swarmnode.compute.model.hub import HubGguf
 
+
+WINDOW, WINDOWS = 128, 32  # tokens of a forward pass that chooses a bottleneck's first projections
+_LAYER = re.compile(r"((?:.*\.)?)\d+\.")
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, MAX_TEMPERATURE),
@@ -171,7 +187,8 @@ class ModelSource:
 
     `vocabulary` is the size of a language model's vocabulary, None if unknown. `remarks` are for the founder. `original` is
     the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty. `quantised`: the
-    folder is a quantised checkpoint, whose weights stay packed.
+    folder is a quantised checkpoint, whose weights stay packed. `bottleneck`: the numbers of a position between units; 0: the
+    hidden size.
     """
 
     folder: Path
@@ -182,6 +199,7 @@ class ModelSource:
     remarks: tuple[str, ...] = ()
     original: str = ""
     quantised: bool = False
+    bottleneck: int = 0
 
     @classmethod
     def of_graph(
@@ -331,6 +349,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             positions=positions or 0,
             title=title_of(model)[:MAX_NAME_CHARS] or UNSET if named != out else UNSET,
         ),
+        bottleneck=0 if checkpoint.family.bottleneck is None else checkpoint.family.bottleneck.rank,
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         quantised=checkpoint.quantised is not None,
         original=_place_of(model) if made else "",
@@ -384,9 +403,17 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def from_config(
-    config: Path, out: Path, *, seed: int = 0, byte_level: bool = False, force: bool = False
+    config: Path,
+    out: Path,
+    *,
+    seed: int = 0,
+    byte_level: bool = False,
+    bottleneck: int | None = None,
+    stage_layers: int | None = None,
+    force: bool = False,
 ) -> ModelSource:
-    """Write fresh weights for a transformers config (a folder, or its config.json) and its tokenizer into the folder `out`.
+    """Write fresh weights for a transformers config (a folder, or its config.json) and its tokenizer into the folder `out`. With
+    a `bottleneck` only so many numbers cross between stages of `stage_layers` layers.
 
     A model that cannot be split at its layers, such as a recurrent one, is written as a graph: it can be trained, but not
     served. Raises UsageError if there is no config, CheckpointError if its family cannot be split, LocalError if the disk
@@ -404,18 +431,89 @@ def from_config(
     described = load_config(folder / CONFIG_NAME)
     check_vocabulary(getattr(described, "vocab_size", None), tokenizer)
     whole = trains_whole(described)
+    if whole and bottleneck is not None:
+        raise UsageError("--bottleneck: this model is trained as a graph, not in layers; leave the option out")
+    narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers)
     if not whole:
         check_family(family_of(described))
     with new_folder(out, force=force) as partial:
         made = write_language_graph(described, partial, seed) if whole else None
         if made is None:
-            write_fresh_model(folder, partial, seed)
+            write_fresh_model(folder, partial, seed, narrow)
         for name in (*tokenizer, *([CONFIG_NAME] if whole else [])):
             shutil.copyfile(folder / name, partial / name)
     if made is None:
         return _of_language_model(Checkpoint(out), str(out), out)
     model = ModelInfo(family=described.model_type, units=made.graph.units, hidden=0)  # is trained as a graph
     return ModelSource.of_graph(out, model, vocabulary=getattr(described, "vocab_size", None), remarks=made.remarks)
+
+
+def _bottleneck(config: Any, rank: int, stage_layers: int | None) -> Bottleneck:
+    """Return the bottleneck of a model of this config. Raises UsageError if it cannot have that, or has one already."""
+    if getattr(config, CONFIG_KEY, None) is not None:
+        raise UsageError("--bottleneck: the model has one already; leave the option out, or give the model without it")
+    bottleneck = Bottleneck(rank, -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers)
+    if fault := bottleneck.fault(config):
+        raise UsageError(f"--bottleneck: {fault}")
+    return bottleneck
+
+
+def with_bottleneck(
+    model: str,
+    out: Path,
+    rank: int,
+    read: Callable[[Path], Sequence[int]],
+    *,
+    stage_layers: int | None = None,
+    byte_level: bool = False,
+    force: bool = False,
+) -> ModelSource:
+    """Write a checkpoint that generates text with a bottleneck into the folder `out`, to be trained on.
+
+    Only `rank` numbers cross between stages of `stage_layers` layers (None: a fifth of all). The projections begin as the
+    principal directions of the hidden states in a forward pass of the whole model, on the first tokens of those that `read`
+    returns for the model's folder. Raises as `from_checkpoint`.
+    """
+    import torch
+
+    from swarmnode.compute.model.checkpoint_writer import ShardWriter
+    from swarmnode.compute.model.family import check_trains_at_layers
+    from swarmnode.compute.model.fresh import position_limit
+    from swarmnode.compute.model.span import ModelSpan, load_model
+
+    plain = out.with_name(f".{out.name}.plain")  # of a quantised model, until the projections are beside its weights
+    checkpoint = open_model(model, plain, force=True)
+    bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers), checkpoint.family
+    check_trains_at_layers(family)
+    ids, length = read(Path(checkpoint.path)), min(WINDOW, position_limit(family) or WINDOW)
+    rows = min(WINDOWS, len(ids) // length)
+    if not rows:
+        raise UsageError(f"--sample: a text of {len(ids)} tokens is too short; give at least {length}")
+    span = ModelSpan(family, load_model(checkpoint, 0, checkpoint.units, dtype=torch.float32), 0, checkpoint.units)
+    layer_name = next(found for name in checkpoint.entries if (found := _LAYER.match(name)))
+    projections = dict[str, torch.Tensor]()
+    states, done = torch.tensor(ids[: rows * length]).view(rows, length), 0
+    with torch.inference_mode():
+        for before in boundaries(bottleneck, family.layer_count):
+            states = span.forward(states, cache=None, start=done, end=before + 2)
+            rows_RH, done = principal_directions(states, bottleneck.rank), before + 2
+            states = states @ rows_RH.T @ rows_RH
+            projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
+            projections[f"{layer_name[1]}{before + 1}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
+    values = read_json(checkpoint.path / CONFIG_NAME)
+    with new_folder(out, force=force) as partial:
+        for file in checkpoint_files(Path(checkpoint.path)):
+            if file.name in SMALL_NAMES - {INDEX_NAME, CONFIG_NAME}:
+                shutil.copyfile(file, partial / file.name)
+        (partial / CONFIG_NAME).write_text(json.dumps({**values, CONFIG_KEY: bottleneck._asdict()}, indent=2))
+        writer = ShardWriter(partial)
+        for name, piece in checkpoint.open_slices(checkpoint.tensor_names).items():
+            writer.add(name, piece[...])
+        for name, tensor in projections.items():
+            writer.add(name, tensor)
+        writer.close()
+    shutil.rmtree(plain, ignore_errors=True)
+    return _of_language_model(Checkpoint(out), model, out, byte_level=byte_level)
 
 
 def from_module(

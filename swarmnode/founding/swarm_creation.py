@@ -40,6 +40,7 @@ from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
     ANY_PACKED,
+    BOTTLENECK_FORMAT,
     CAUSAL_LM,
     CREDIT,
     FORMAT,
@@ -242,13 +243,17 @@ def create_swarm(
         The swarm, ready to be saved.
 
     Raises:
-        UsageError: if the name or an address is invalid, if a model to be trained has no tokenizer and fewer than 256 tokens, or if
-            `products` are asked of a model without packed weights.
+        UsageError: if the name or an address is invalid, if a model to be trained has no tokenizer and fewer than 256 tokens, if a
+            model with a bottleneck is to be served only, or if `products` are asked of a model without packed weights.
     """
     check_name(name)
     bootstraps = bootstraps.settled()
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
+    elif model_source.bottleneck:
+        raise UsageError(
+            "the model has a bottleneck: it is served by the swarm that trains it; for a swarm that only serves, give another model"
+        )
     number = _format(model_source, adapters)
     if products and number not in ANY_PACKED:
         raise UsageError(
@@ -267,6 +272,7 @@ def create_swarm(
         priority=priority,
         format=number,
         products=products or UNSET,
+        bottleneck=model_source.bottleneck or UNSET,
         adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
@@ -287,6 +293,8 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
         return PACKED_FORMAT
     if source.quantised:
         return QUANTISED_FORMAT
+    if source.bottleneck:
+        return BOTTLENECK_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 

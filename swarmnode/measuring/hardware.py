@@ -82,6 +82,7 @@ class Hardware:
     folder: Path | None = None  # holds the model's tokenizer
     products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
+    wide: int = 0  # hidden size inside units if a bottleneck makes those values fewer, else 0
     draft: DraftPart | None = None  # on the first device, if this node holds the first layers
     head: HeadPart | None = None  # guesses at this node, if it holds the last layers
     advice: str = ""  # what a missing package would gain, and the command that installs it
@@ -150,6 +151,7 @@ class Hardware:
         part = None if draft is None or head is not None else _draft_part(devices[:1], draft, config)
         if part is not None:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
+        narrow = not isinstance(checkpoint, GraphCheckpoint) and checkpoint.family.bottleneck is not None
         hardware = cls(
             lent,
             dtype,
@@ -161,7 +163,8 @@ class Hardware:
             products=products,
             width=usual_width(checkpoint.layout)
             if isinstance(checkpoint, GraphCheckpoint)
-            else checkpoint.config.hidden_size,
+            else checkpoint.family.width,
+            wide=int(checkpoint.config.hidden_size) if narrow else 0,
             draft=part,
             head=head,
             advice=advice,

@@ -247,7 +247,7 @@ class Placement:
         assert manifest is not None
         model, shunned = manifest.model, self._host.standing.shunned
         announced = [peer for peer in self._host.directory.peers().values() if peer.peer not in shunned]
-        position_bytes, trains = model.hidden * BYTES_PER_HIDDEN, manifest.mode == TRAIN
+        position_bytes, trains = manifest.width * BYTES_PER_HIDDEN, manifest.mode == TRAIN
         view = view_of(model.units, announced, position_bytes=position_bytes, trains=trains)
         return self._hysteresis.view(view.with_many_sessions)
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.swarm.records.run import AUTO, Compression
 
 LADDER = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
@@ -49,6 +49,9 @@ class Demands:
 
 MICROBATCHES = Demands()
 """Microbatches in flight; the seconds are the beat."""
+
+NARROW = Demands((Codec.INT8, Codec.INT4))
+"""Microbatches in flight of a model with a bottleneck, whose few numbers lose next to nothing by 8 bits"""
 
 NOTICED_S = 0.001
 PROMPT = Demands(least_s=NOTICED_S, hurry=1)
@@ -261,6 +264,56 @@ def encoded_bytes(values: Sequence[TensorInfo], codec: Codec, topk_share: float 
         kept = round(topk_share * math.prod(info.shape)) if used == Codec.TOPK else 0
         size_bytes += payload_bytes(TensorInfo(used, info.dtype, info.shape, kept))
     return size_bytes
+
+
+@dataclass(frozen=True)
+class BoundaryForm:
+    """Form of the values between two stages of a training: a codec, and `divisor`, the hidden size over the numbers of a bottleneck
+    (1: no bottleneck). `steps`: steps to a loss, relative to those without compression."""
+
+    divisor: int
+    codec: Codec
+    steps: float = 1.0
+
+    def token_bytes(self, hidden: int) -> float:
+        """Return the bytes of a token of a model of this hidden size, one way, with scales."""
+        shape = (TOKENS, max(1, hidden // self.divisor))
+        return encoded_bytes((TensorInfo(Codec.NONE, DType.FLOAT32, shape),), self.codec) / TOKENS
+
+    def describe(self, hidden: int) -> str:
+        """Return the form as text, as in "a bottleneck of 256 with int8"."""
+        named = self.codec.name.lower()
+        return named if self.divisor == 1 else f"a bottleneck of {max(1, hidden // self.divisor)} with {named}"
+
+
+FORMS = (
+    *(BoundaryForm(1, codec) for codec in (Codec.BF16, Codec.INT8, Codec.INT4)),
+    BoundaryForm(8, Codec.INT8, 3.1),
+    BoundaryForm(16, Codec.INT8, 3.4),
+)
+"""Forms from the mildest on. A bottleneck's steps are those of the longest published run, see docs/decisions/thin-boundaries.md"""
+TOKENS = 1024  # of a microbatch
+CLEARLY = 1.5  # times as fast a bottleneck must be, which stays a part of the model, as the best codec
+
+
+def choose_form(
+    line_bps: float, tokens_per_s: float, hidden: int, forms: Sequence[BoundaryForm] = FORMS
+) -> BoundaryForm:
+    """Return the form by which a training reaches a loss soonest.
+
+    Args:
+        line_bps: Bit/s of the slowest line between two stages, one way.
+        tokens_per_s: Tokens/s that the slowest stage computes, there and back.
+        hidden: Hidden size of the model.
+        forms: Forms, the mildest first; of equally fast ones the first is chosen, a bottleneck only if it is `CLEARLY` faster than
+            all without.
+    """
+
+    def seconds(form: BoundaryForm) -> float:
+        counted = form.steps * (1.0 if form.divisor == 1 else CLEARLY)
+        return counted * max(1 / tokens_per_s, 8 * form.token_bytes(hidden) / line_bps)
+
+    return min(forms, key=seconds)
 
 
 def coarsest(codecs: Iterable[Codec]) -> Codec:

@@ -58,7 +58,7 @@ class Pipeline:
         self.memory = SessionMemory([worker.runner.pool.budget for worker in workers], journals)
         self.clock = workers[0].clock
         self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
-        self.hidden_size: int = workers[0].runner.span.hidden_size
+        self.hidden_size: int = workers[0].runner.span.width
         self.vocab_size: int = workers[0].runner.span.vocab_size
         self._units_per_s = units_per_s
         self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: the workers that its positions pass, in order

@@ -156,7 +156,7 @@ def _inputs(span: ModelSpan, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(count)
     if span.has_embedding:
         return torch.randint(0, span.vocab_size, (len(PADDING), count), generator=generator)
-    return torch.randn(len(PADDING), count, span.hidden_size, generator=generator).to(span.dtype)
+    return torch.randn(len(PADDING), count, span.width, generator=generator).to(span.dtype)
 
 
 @dataclass(frozen=True)

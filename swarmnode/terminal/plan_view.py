@@ -96,7 +96,7 @@ def hosting_summary(
         "stages": [
             {
                 "units": list(stage.span),
-                "layers": [layer - 1 for layer in layers_of(model, stage.span)],
+                "layers": list(model.layer_numbers(stage.span)),
                 "devices": list(stage.devices),
                 "memory_gb": sum(workload.unit_bytes[stage.span.start : stage.span.end]) / 1e9,
                 "gradient_gb": sum(workload.gradient_bytes[stage.span.start : stage.span.end]) / 1e9,
@@ -146,20 +146,14 @@ def _unused(count: int, devices: int) -> str | None:
     return f"{count} of {devices} devices are not used." if count else None
 
 
-def layers_of(model: Model, span: Span) -> range:
-    """Return the units of a span that are transformer layers, without embedding and head."""
-    inner = model.inner_layers
-    return range(max(span.start, inner.start), min(span.end, inner.stop))
-
-
 def describe_span(model: Model, span: Span) -> str:
     """Return the name of a span, as in "embedding, layers 0-4"; for a module, its units, as in "layers 2-5"."""
-    layers = layers_of(model, span)
+    layers = model.layer_numbers(span)
     if not model.has_tokens:
         return f"layers {span.start}-{span.end - 1}" if span.units > 1 else f"layer {span.start}"
     parts = ["embedding"] if span.start == 0 else []
     if layers:
-        parts.append(f"layers {layers[0] - 1}-{layers[-1] - 1}" if len(layers) > 1 else f"layer {layers[0] - 1}")
+        parts.append(f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
     if span.end == model.units:
         parts.append("head")
     return ", ".join(parts)

@@ -212,7 +212,12 @@ class Weights:
         from swarmnode.compute.graph.serialise import GraphCheckpoint
         from swarmnode.compute.model.checkpoint import Checkpoint
 
-        return (Checkpoint if self._manifest.kind == CAUSAL_LM else GraphCheckpoint)(folder)
+        if self._manifest.kind != CAUSAL_LM:
+            return GraphCheckpoint(folder)
+        checkpoint = Checkpoint(folder)
+        if (self._manifest.bottleneck or None) != getattr(checkpoint.family.bottleneck, "rank", None):
+            raise CheckpointError("config.json has another bottleneck than the swarm's manifest; ask its founder")
+        return checkpoint
 
     def _folder(self) -> Path:
         if self._hint is not None:

@@ -364,3 +364,31 @@ def test_a_template_that_closes_by_the_next_role_teaches_no_end_unless_it_is_ask
     files = ["model.safetensors" if command == "train" else "adapter_model.safetensors"] * 2
     without, taught = (load_file(tmp_path / out / name) for out, name in zip(("without", "with"), files, strict=True))
     assert any(not torch.equal(without[name], taught[name]) for name in without)
+
+
+def test_a_model_with_a_bottleneck_trains_here_and_is_not_exported(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config", n_layer=3)
+    (tmp_path / "data.txt").write_text("to be, or not to be: that is the question. " * 60)
+
+    def create(*options: str) -> subprocess.CompletedProcess[str]:
+        return invoke("create", "thin", "--mode", "train", *options, "--json", home=tmp_path, cwd=tmp_path)
+
+    for options, word in (
+        (("--config", str(config), "--bottleneck", "0"), "choose 1 to 32"),
+        (("--config", str(config), "--bottleneck", "33"), "choose 1 to 32"),
+        (("--config", str(config), "--bottleneck", "8", "--stage-layers", "3"), "choose 1 to 2"),
+        (("--config", str(config), "--stage-layers", "1"), "need --bottleneck"),
+        (("--module", "factory:net", "--bottleneck", "8"), "needs a language model"),
+        (("--model", str(config), "--bottleneck", "8"), "--sample FILE"),
+        (("--config", str(config), "--bottleneck", "8", "--sample", "data.txt"), "--sample FILE"),
+    ):
+        assert_clear(create(*options), 2, word)
+        assert not (tmp_path / "thin.swarm").exists()
+    done = create("--config", str(config), "--bottleneck", "8")
+    assert done.returncode == 0, done.stderr
+    assert (json.loads(done.stdout)["units"], json.loads(done.stdout)["bottleneck"]) == (3, 8)
+    settings = ("thin.swarm", "--data", "data.txt", "--steps", "2", "--batch", "2", "--sequence", "16")
+    trained = invoke("train", *settings, "--local", "--json", home=tmp_path, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    refused = invoke("train", *settings, "--local", "--out", "out", home=tmp_path, cwd=tmp_path)
+    assert_clear(refused, 2, "no class of transformers")

@@ -69,7 +69,7 @@ class Directory:
 def place(
     directory: Directory, capacity: int, config: PlacementConfig = QUICK, rule: PlacementRule = BY_THROUGHPUT
 ) -> Placement:
-    manifest = SimpleNamespace(model=SimpleNamespace(units=6, hidden=0), mode="serve")
+    manifest = SimpleNamespace(model=SimpleNamespace(units=6), width=0, mode="serve")
     swarm = SimpleNamespace(manifest=manifest)
     standing = SimpleNamespace(shunned=frozenset())
     host = SimpleNamespace(

@@ -27,6 +27,7 @@ from swarmnode.compute.graph.costs.rates import ComputeWork
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
+from swarmnode.compute.training.segment import Segment
 from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
@@ -190,7 +191,7 @@ def is_signed_by(peer: PeerId, data: bytes, signature: bytes) -> bool:
     return signature == sign_as(peer)(data)
 
 
-def one_part(segment: ToySegment, executor: Executor, **own: Any) -> TrainingParts:
+def one_part(segment: Segment, executor: Executor, **own: Any) -> TrainingParts:
     """Of a node with one device."""
     given = {"memory": TrainingMemory(MemoryLedger(), segment), "stopwatch": Stopwatch(segment.device), **own}
     return TrainingParts([[TrainingPart(segment, executor, **given)]])
@@ -203,7 +204,7 @@ class Volunteer:
         self,
         network: Network,
         directory: ToyDirectory,
-        segment: ToySegment,
+        segment: Segment,
         folder: Path,
         config: LinkConfig,
         executor: Executor,
@@ -268,7 +269,7 @@ class Volunteer:
 class TrainingSwarm:
     """Volunteers by number, in the order in which they came; the first one is the eldest. On a VirtualLoop.
 
-    `wrap` stands between a peer and the network."""
+    `wrap` stands between a peer and the network; `segment_of` makes another model's units than the toy's, as many."""
 
     def __init__(
         self,
@@ -276,7 +277,9 @@ class TrainingSwarm:
         gate: Gate = OPEN_GATE,
         *,
         wrap: Callable[[FakeNetwork], Network] = lambda network: network,
+        segment_of: Callable[[int, int], Segment] | None = None,
     ) -> None:
+        self._segment_of = segment_of
         self.world = FakeWorld(seed=1)
         self._gate = gate  # of everybody
         self._wrap = wrap
@@ -307,7 +310,7 @@ class TrainingSwarm:
     ) -> Volunteer:
         """A new volunteer for these units; or with the disk of one that was killed."""
         network = await self._network()
-        segment = ToySegment(start, end, breaks=breaks)
+        segment = ToySegment(start, end, breaks=breaks) if self._segment_of is None else self._segment_of(start, end)
         folder = self._folder / f"{len(self.volunteers)}"
         if disk_of is not None:
             await disk_of.checkpoint_manager.close()

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, LinkCodecs, encoded_bytes
+from swarmnode.plan.compression import (
+    CLEARLY,
+    FORMS,
+    HURRY,
+    LADDER,
+    NARROW,
+    PATIENCE,
+    BoundaryForm,
+    LinkCodecs,
+    choose_form,
+    encoded_bytes,
+)
 
 HIDDEN = TensorInfo(Codec.NONE, DType.FLOAT32, (4, 128, 512))  # 1 MiB
 IDS = TensorInfo(Codec.NONE, DType.INT64, (4, 128))
@@ -35,6 +46,45 @@ def settled(codecs: LinkCodecs[str], bandwidth_bps: float | None, beat_s: float,
 )
 def test_the_mildest_that_keeps_up(bandwidth_bps: float | None, beat_s: float, codec: Codec) -> None:
     assert settled(LinkCodecs[str](LADDER), bandwidth_bps, beat_s) == codec
+
+
+def test_a_bottleneck_has_8_bits_at_least() -> None:
+    codecs = LinkCodecs[str](LADDER, demands=NARROW)
+    assert settled(codecs, None, 0.3) == settled(codecs, 500e6, 0.3) == Codec.INT8
+    assert settled(codecs, 8e6, 0.3) == Codec.INT4
+
+
+@given(
+    line_bps=st.floats(1e5, 1e11),
+    tokens_per_s=st.floats(1, 1e6),
+    hidden=st.integers(64, 8192),
+    steps=st.lists(st.floats(1, 50), min_size=2, max_size=2),
+)
+def test_a_bottleneck_only_where_the_curve_says_that_it_wins(
+    line_bps: float, tokens_per_s: float, hidden: int, steps: list[float]
+) -> None:
+    codecs = [form for form in FORMS if form.divisor == 1]
+    forms = [*codecs, *(BoundaryForm(divisor, Codec.INT8, one) for divisor, one in zip((8, 16), steps, strict=True))]
+
+    def seconds(form: BoundaryForm) -> float:
+        return form.steps * max(1 / tokens_per_s, 8 * form.token_bytes(hidden) / line_bps)
+
+    chosen = choose_form(line_bps, tokens_per_s, hidden, forms)
+    best_codec_s = min(map(seconds, codecs))
+    if chosen.divisor > 1:
+        assert seconds(chosen) * CLEARLY <= best_codec_s * 1.001
+    else:
+        assert seconds(chosen) <= best_codec_s * 1.001
+        assert all(seconds(form) * CLEARLY >= best_codec_s * 0.999 for form in forms[len(codecs) :])
+    if line_bps > 8 * tokens_per_s * FORMS[0].token_bytes(hidden):
+        assert chosen == FORMS[0], "the mildest that keeps up"
+
+
+def test_no_bottleneck_is_chosen_if_the_curve_says_that_it_loses() -> None:
+    codecs = [form for form in FORMS if form.divisor == 1]
+    forms = [*codecs, BoundaryForm(8, Codec.INT8, 6.0), BoundaryForm(16, Codec.INT8, 12.0)]
+    lines = [choose_form(10.0**digits, 1e4, 2048, forms).divisor for digits in range(5, 12)]
+    assert set(lines) == {1}
 
 
 def test_stronger_soon_milder_late() -> None:

@@ -23,6 +23,7 @@ MODES = ("serve", "train")
 TASKS = ("auto", "generate", "embed", "classify")
 PRIORITIES = ("none", "credit")
 PRODUCTS = ("any", "fast", "exact")
+SAMPLE_BYTES = 1 << 17  # of a text whose hidden states choose a bottleneck's projections
 DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 
@@ -59,6 +60,19 @@ class NewModelOptions:
     )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
+    bottleneck: int | None = option(
+        None,
+        "Only this many numbers of a token cross between two stages, by learned projections, so that slow lines can train. It "
+        "stays a part of the model.",
+        typed=int,
+        metavar="R",
+    )
+    stage_layers: int | None = option(
+        None, "With --bottleneck: layers of the smallest stage; default: a fifth of all.", typed=int, metavar="K"
+    )
+    sample: Path | None = path_option(
+        "With --bottleneck and --model: a text like the data, from which the projections begin."
+    )
     adapters: dict[str, Path] = ADAPTERS
 
     def check(self) -> None:
@@ -77,6 +91,12 @@ class NewModelOptions:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
+        if self.bottleneck is None and (self.stage_layers is not None or self.sample):
+            raise UsageError("--stage-layers and --sample need --bottleneck")
+        if self.bottleneck is not None and (self.module or self.mode == "serve"):
+            raise UsageError("--bottleneck needs a language model (--config or --model) and --mode train")
+        if (self.bottleneck is not None and bool(self.model)) != bool(self.sample):
+            raise UsageError("--sample FILE goes with --bottleneck and --model: a text like the data")
         if self.adapters and not self.serves_checkpoint:
             raise UsageError("--adapter needs --model and --mode serve")
 
@@ -108,18 +128,56 @@ class NewModelOptions:
 
     def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
         """Return the model. Weights that do not exist yet are written into the folder `weights`."""
-        from swarmnode.founding.model_source import from_checkpoint, from_config, from_model, from_module
+        from swarmnode.founding.model_source import (
+            from_checkpoint,
+            from_config,
+            from_model,
+            from_module,
+            with_bottleneck,
+        )
 
         trains = self.mode == "train"
         if self.config is not None:
-            return from_config(self.config, weights, seed=self.seed, byte_level=self.byte_level, force=force)
+            return from_config(
+                self.config,
+                weights,
+                seed=self.seed,
+                byte_level=self.byte_level,
+                bottleneck=self.bottleneck,
+                stage_layers=self.stage_layers,
+                force=force,
+            )
         if self.module:
             return from_module(self.module, weights, units=self.units or None, trains=trains, force=force)
         with bytes_bar("Reading the weights", quiet=quiet) as progress:
+            if self.bottleneck is not None:
+                return with_bottleneck(
+                    self.model,
+                    weights,
+                    self.bottleneck,
+                    self._sample_ids,
+                    stage_layers=self.stage_layers,
+                    byte_level=self.byte_level,
+                    force=force,
+                )
             if trains:
                 return from_checkpoint(self.model, weights, byte_level=self.byte_level, force=force, progress=progress)
             task = None if self.task == "auto" else self.task
             return from_model(self.model, weights, task=task, packs=not self.plain, force=force, progress=progress)
+
+    def _sample_ids(self, folder: Path) -> list[int]:
+        """Return the tokens of `sample`, by the tokenizer in a model's folder; without one, its bytes. Raises UsageError."""
+        from swarmnode.client.tokenizer import Tokenizer
+        from swarmnode.swarm.storage.content import has_tokenizer
+
+        assert self.sample is not None
+        try:
+            text = self.sample.read_bytes()[:SAMPLE_BYTES]
+        except OSError as error:
+            raise UsageError(f"--sample {self.sample}: cannot be read: {error.strerror or error}") from None
+        if self.byte_level or not has_tokenizer(file.name for file in folder.iterdir()):
+            return list(text)
+        return Tokenizer(folder).encode(text.decode(errors="replace"))
 
 
 @dataclass(frozen=True)
@@ -245,6 +303,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "membership": swarm.manifest.membership,
             "priority": swarm.manifest.priority or None,
             "products": swarm.manifest.products or None,
+            "bottleneck": swarm.manifest.bottleneck or None,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
             "kind": model_source.kind,

@@ -283,6 +283,13 @@ def fit(
     for row in rows:
         if row["expert_group"]:
             say(f"Experts in {row['precision']}: {row['expert_group']['says']}.")
+    for model, forms in {row["model"]: row["between_stages"] for row in rows if row["between_stages"]}.items():
+        told = (
+            f"{form['form']} {10 * form['tokens_per_s_per_mbit']:,.0f}"
+            + (f" (but {form['steps']:g} x as many steps)" if form["steps"] > 1 else "")
+            for form in forms
+        )
+        say(f"{model}: tokens/s that 10 Mbit/s carry between two stages: {'; '.join(told)}.")
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
@@ -343,6 +350,9 @@ def _rows(
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
+            "between_stages": _between_stages(source)
+            if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
+            else None,
         }
 
 
@@ -375,6 +385,21 @@ def _expert_group(
     machine = GroupMachine(0.0, rate, room_bytes, DISK_BYTES_PER_S)
     network = GroupNetwork(fitted.machines, LinkCost(rtt_s / 2, MESSAGE_S, 0.0))
     return compare(mixture, machine, network, GroupWork(WorkKind.DECODING, 1)).summary()
+
+
+def _between_stages(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return for each form of the values between stages the tokens/s that a line carries for each Mbit/s, one way."""
+    from swarmnode.plan.compression import FORMS
+
+    hidden = int(checkpoint.config.hidden_size)
+    return [
+        {
+            "form": form.describe(hidden),
+            "tokens_per_s_per_mbit": round(1e6 / 8 / form.token_bytes(hidden), 1),
+            "steps": form.steps,
+        }
+        for form in FORMS
+    ]
 
 
 def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from swarmnode.terminal.progress import Effort
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.plan.offline.hosting import DeviceRates, Workload
+    from swarmnode.plan.offline.hosting import DeviceRates, Hosting, Workload
     from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.simulate.environment.model import Model
 
@@ -88,7 +89,9 @@ class Planned(NamedTuple):
     held: list[tuple[str, Sequence[int]]]
     pipelines: list[list[int]]
     summary: dict[str, Any]
-    expert_groups: Sequence[str] = ()  # sentences on sharing the experts of a mixture's layers
+    advice: Sequence[
+        str
+    ] = ()  # sentences on what crosses between stages, and on sharing the experts of a mixture's layers
 
 
 def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
@@ -117,13 +120,30 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
         GroupWork(WorkKind.DECODING, 1),
     )
     groups = compare_expert_groups(network, model, works, DTYPE_BYTES[options.dtype])
+    advice = [f"Experts: {group}." for group in groups]
+    if form := _form(network, model, options, hosting):
+        summary = {**summary, "between_stages": form}
+        advice.append(f"Between stages: {form} reaches a loss soonest over the slowest line (docs/training.md).")
     return Planned(
         hosting_table(network, model, workload, hosting, holders),
         [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
         hosting.grid.T.tolist(),
         {**summary, "expert_groups": [group.summary() for group in groups]} if groups else summary,
-        [str(group) for group in groups],
+        advice,
     )
+
+
+def _form(network: Scenario, model: Model, options: ModelOptions, hosting: Hosting) -> str:
+    """Return the form of values between stages that the slowest line of a plan asks for, as text; empty with one stage, or if the
+    model is a graph or has a bottleneck."""
+    from swarmnode.plan.compression import choose_form
+
+    hops = [(here, there) for line in hosting.grid.T.tolist() for here, there in pairwise(line) if here != there]
+    if not hops or model.wide or not model.has_tokens:
+        return ""
+    line_bps = min(float(network.bandwidth_bps[one]) for hop in hops for one in (hop, hop[::-1]))
+    tokens_per_s = options.tokens_for(model) / max(stage.compute_s for stage in hosting.stages)
+    return choose_form(line_bps, tokens_per_s, model.hidden).describe(model.hidden)
 
 
 def _with_cards(network: Scenario, gpu: str) -> Scenario:
@@ -217,8 +237,8 @@ def plan(
         print_json(planned.summary)
         return
     show(planned.shown)
-    for sentence in planned.expert_groups:
-        say(f"Experts: {sentence}.")
+    for sentence in planned.advice:
+        say(sentence)
     effort.tell_if_cut()
     if report is not None:
         say(f"Wrote {report}.")

@@ -19,7 +19,7 @@ from swarmnode.checkpoints.checkpoint_export import export, runs_by_votes
 from swarmnode.checkpoints.state_exchange import state_board, survey
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.client.observer import SwarmObserver
-from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
+from swarmnode.client.training.preparation import as_older_versions, check_exports, check_trains, prepare
 from swarmnode.codec.training_messages import NOT_EVALUATED, Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.datasets.batches import Batches
@@ -229,7 +229,8 @@ class TrainingClient(SwarmObserver):
         on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
     ) -> int:
         """Write the trained model as a checkpoint into `out`, and return the number of its step; see
-        `checkpoints/checkpoint_export.py`."""
+        `checkpoints/checkpoint_export.py`. Raises UsageError if the model has a bottleneck."""
+        check_exports(self.manifest)
         return await export(
             self._host,
             out,

@@ -140,6 +140,15 @@ def check_trains(manifest: Manifest) -> None:
         )
 
 
+def check_exports(manifest: Manifest) -> None:
+    """Raise UsageError if the swarm's model has a bottleneck, for which transformers has no class."""
+    if manifest.bottleneck:
+        raise UsageError(
+            f"the model of {manifest.name} has a bottleneck (`create --bottleneck`), which no class of transformers computes, "
+            "so it cannot be written as a checkpoint; it stays in the swarm, where it can be trained, evaluated and served"
+        )
+
+
 def check_compression(manifest: Manifest, rule: str) -> None:
     """Raise UsageError if the swarm does not allow the compression `rule` between its stages."""
     if not is_allowed(rule, manifest.codecs):

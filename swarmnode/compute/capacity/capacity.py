@@ -219,7 +219,7 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
     parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
     positions = min(TRAINING_POSITIONS, _context(segment.span))
     ids_BT = torch.zeros((1, positions), dtype=torch.int64, device=segment.device)
-    hidden_BTH = torch.zeros((1, positions, segment.span.hidden_size), device=segment.device)
+    hidden_BTH = torch.zeros((1, positions, segment.span.width), device=segment.device)
     values = (ids_BT,) if segment.start == 0 else (hidden_BTH.requires_grad_(),)
 
     def there_and_back() -> None:
@@ -245,7 +245,7 @@ def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
     """Return a zero input of `unit`: ids for layer 0, else hidden states."""
     if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
-    return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
+    return torch.zeros((1, positions, span.width), dtype=span.dtype)
 
 
 Module = Callable[..., Tensor]

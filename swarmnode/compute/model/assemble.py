@@ -22,7 +22,7 @@ from torch import nn
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family, own_name
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.stack import Absent, Stack
+from swarmnode.compute.model.stack import Absent, Stack, add_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, hold
 from swarmnode.compute.packing.tensor_entry import packed_slices
@@ -112,12 +112,14 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
         if not any(name.startswith(f"{other}.") for other in absent):  # else it goes with the module that it is part of
             _remove(model, name)
     layers: nn.ModuleList = model.get_submodule(family.stack_name)
-    held = {number: layers[number] for number in range(max(start - 1, 0), min(end - 1, family.layer_count))}
+    held = {number: layers[number] for number in family.layers_of(start, end)}
+    add_projections(held, family.config)
     stack = Stack(
         held,
         total=family.layer_count,
         tuple_length=family.tuple_length,
         layer_types=getattr(family.config, "layer_types", None),
+        hidden=0 if family.bottleneck is None else int(family.config.hidden_size),
         block_types={
             number: str(layer.block_type) for number, layer in enumerate(layers) if hasattr(layer, "block_type")
         },
@@ -185,12 +187,13 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         name: torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Outline)
         for name, (shape, dtype) in shapes.items()
     }
+    whole = family.model_class if family.bottleneck is None else _cut_class(family, 0, family.units, {})
     with ONE_AT_A_TIME, no_init_weights():
-        _, loading_info = _filled(family.model_class, family, outlines, torch.bfloat16)
-    whole = [name for name, entry in entries.items() if name not in outlines and name in loading_info["missing_keys"]]
-    if whole:
+        _, loading_info = _filled(whole, family, outlines, torch.bfloat16)
+    integers = [name for name in entries if name not in outlines and name in loading_info["missing_keys"]]
+    if integers:
         raise CheckpointError(
-            f"{checkpoint.path}: {whole[0]} is {entries[whole[0]].dtype}, "
+            f"{checkpoint.path}: {integers[0]} is {entries[integers[0]].dtype}, "
             "not floating-point numbers; fetch the checkpoint again"
         )
     if loading_info["missing_keys"]:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
@@ -77,7 +78,10 @@ def plain_config(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Family(ModelTrace):
-    """Structure of one model (its class and config), and its division into units: the embedding, each layer, and the head."""
+    """Structure of one model (its class and config), and its division into units: the embedding, each layer, and the head.
+
+    With a bottleneck a unit has several layers; the first one has the embedding besides, the last one the head.
+    """
 
     model_class: type[Any]
     config: Any
@@ -89,8 +93,26 @@ class Family(ModelTrace):
 
     @property
     def units(self) -> int:
-        """Number of units: embedding, layers, head."""
-        return self.layer_count + 2
+        """Number of units: embedding, layers, head; with a bottleneck the groups of layers."""
+        return self.layer_count + 2 if self.bottleneck is None else -(-self.layer_count // self.bottleneck.layers)
+
+    @cached_property
+    def bottleneck(self) -> Bottleneck | None:
+        """Bottleneck at the boundaries between units; None if hidden states cross them as they are."""
+        return bottleneck_of(self.config)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a position that cross a boundary between units: the hidden size, or the bottleneck's rank."""
+        return int(self.config.hidden_size) if self.bottleneck is None else self.bottleneck.rank
+
+    def layers_of(self, start: int, end: int) -> range:
+        """Return the numbers of the layers in units [start, end)."""
+        count = self.layer_count
+        if self.bottleneck is not None:
+            return range(*(min(unit * self.bottleneck.layers, count) for unit in (start, end)))
+        first = min(max(start - 1, 0), count)
+        return range(first, max(first, min(end - 1, count)))
 
     def __repr__(self) -> str:
         return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
@@ -117,25 +139,25 @@ class Family(ModelTrace):
 
         Families keep some states in float32 whatever their dtype, so an element counts as four bytes at least.
         """
-        if not 1 <= unit <= self.layer_count:
-            return 0
-        return max(itemsize, STATE_ITEM_BYTES) * sum(prod(shape) for shape in self.state_shapes[unit - 1])
+        return sum(self.layer_state_bytes(layer, itemsize) for layer in self.layers_of(unit, unit + 1))
 
-    def cache_elements_per_token(self, unit: int) -> int:
-        """Return the elements that the KV cache of one unit keeps per token and row; 0 for the embedding and the head."""
-        if not 1 <= unit <= self.layer_count:
-            return 0
-        return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
+    def layer_state_bytes(self, layer: int, itemsize: int) -> int:
+        """Return the bytes of one row's recurrent states in one layer; see `state_bytes`."""
+        return max(itemsize, STATE_ITEM_BYTES) * sum(prod(shape) for shape in self.state_shapes[layer])
 
     def cache_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes that the KV cache of one unit keeps per token and row; 0 for the embedding and the head.
 
         Elements take `itemsize` bytes; if `kv` is "int8" they take one byte, and each head has a scale.
         """
-        elements = self.cache_elements_per_token(unit)
+        return sum(self.layer_cache_bytes(layer, itemsize, kv) for layer in self.layers_of(unit, unit + 1))
+
+    def layer_cache_bytes(self, layer: int, itemsize: int, kv: str = PLAIN) -> int:
+        """Return the bytes that the KV cache of one layer keeps per token and row; see `cache_bytes_per_token`."""
+        elements = sum(heads * dim for heads, dim in self.cache_shapes[layer])
         if kv == PLAIN or not elements:
             return elements * itemsize
-        return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[unit - 1])
+        return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[layer])
 
     def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
@@ -156,9 +178,10 @@ class Family(ModelTrace):
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
-            return (layer + 1,) if layer < self.layer_count else ()
+            unit = layer + 1 if self.bottleneck is None else layer // self.bottleneck.layers
+            return (unit,) if layer < self.layer_count else ()
         module = name.rpartition(".")[0]
-        head = self.layer_count + 1
+        head = self.units - 1
         if _is_one_of(module, [self.input_embedding]):
             return (0, head) if self.tied else (0,)
         if _is_one_of(module, self.front):

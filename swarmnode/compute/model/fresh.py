@@ -13,6 +13,7 @@ import torch
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.stack import CONFIG_KEY, Bottleneck, add_projections, begin_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
@@ -105,6 +106,7 @@ def tiny_config(config: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == count and not name.endswith("token_id"):
             setattr(tiny, name, [value[layer] for layer in kept])
     tiny.num_hidden_layers = len(kept)
+    tiny.__dict__.pop(CONFIG_KEY, None)  # is not of the family
     for name, size in TINY_SIZES.items():
         value = getattr(tiny, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
@@ -145,15 +147,22 @@ with lean():
 
 
 @lean()
-def write_fresh_model(config: Path, out: Path, seed: int) -> None:
-    """Write the config and float32 weights of the model described in folder `config` into the folder `out`.
+def write_fresh_model(config: Path, out: Path, seed: int, bottleneck: Bottleneck | None = None) -> None:
+    """Write the config and float32 weights of the model described in folder `config` into the folder `out`, with a `bottleneck`
+    between its units if there is one: at first the first R coordinates cross.
 
     The same seed gives the same weights. Raises CheckpointError if the config is invalid or its model cannot be split.
     """
     described = load_config(config / CONFIG_FILE)
-    family_of(described)
+    family = family_of(described)
+    model = fresh_model(described, seed)
+    if bottleneck is not None:
+        setattr(model.config, CONFIG_KEY, bottleneck._asdict())
+        layers = dict(enumerate(model.get_submodule(family.stack_name)))
+        add_projections(layers, model.config)
+        begin_projections(layers)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    fresh_model(described, seed).save_pretrained(out)
+    model.save_pretrained(out)
 
 
 @lean()

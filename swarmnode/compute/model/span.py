@@ -81,6 +81,8 @@ class ModelSpan:
         """Dtype of hidden states and caches"""
         # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
         self.hidden_size = int(model.config.hidden_size)
+        self.width = family.width
+        """Numbers of a position that cross a boundary between units"""
         self.vocab_size = int(model.config.vocab_size)
         self.lowered: dict[Any, Any] = {}  # what ranges of units compute as one graph, or why they do not
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -179,8 +181,7 @@ class ModelSpan:
 
     def layers_of(self, start: int, end: int) -> range:
         """Return the numbers of the layers among units [start, end)."""
-        first = min(max(start - 1, 0), self.family.layer_count)
-        return range(first, max(first, min(end - 1, self.family.layer_count)))
+        return self.family.layers_of(start, end)
 
     def forward(
         self,
@@ -225,6 +226,9 @@ class ModelSpan:
             attention_mask = None if bool(attention_mask.all()) else attention_mask
         self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
+        entering_BTH = x if start > 0 else None
+        if start > 0 and self.width != self.hidden_size:  # a family prepares masks by the shape of hidden states
+            x = x.new_zeros(()).expand(*x.shape[:2], self.hidden_size)
         inputs: dict[str, Any] = {
             "inputs_embeds" if x.is_floating_point() else "input_ids": x,
             "attention_mask": attention_mask,
@@ -233,7 +237,6 @@ class ModelSpan:
         }
         if self._accepts_positions:
             inputs["position_ids"] = position_ids
-        entering_BTH = x if start > 0 else None
         with SameBits() if self.has_same_bits else contextlib.nullcontext():
             if end < self.family.units or keep_last == 0:
                 # Modules behind the layers get no positions, if the family allows that.

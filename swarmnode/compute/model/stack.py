@@ -5,15 +5,23 @@ It keeps every layer's place (family code may look at a layer's number) and runs
 states at two doors. At the first one, hidden states from elsewhere replace those that the family made of its inputs. At the second
 one, the hidden states that leave the last layer are kept, before any final norm. So embedding scales, position tables and norms
 of any family need no code here.
+
+Bottleneck of a model: between two units only `rank` numbers of a position cross, instead of the hidden size.
+
+The unit before a boundary ends with a projection `thin_out` to the rank; the unit behind it begins with another one, `thin_in`,
+back to the hidden size. Both are linear layers of one unit each, with orthonormal rows or columns. So no two machines share a
+parameter, and the model computes the same, cut there or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from swarmnode.errors import CheckpointError
 
 
 class Stack(nn.ModuleList):
@@ -21,7 +29,8 @@ class Stack(nn.ModuleList):
 
     `tuple_length` is the number of values that the family's layers return in a tuple that starts with the hidden states, or 0 if
     they return the hidden states alone. `layer_types` names the kind of each of the model's layers, if the family has several.
-    `block_types` are the names that some families' layers have for it themselves.
+    `block_types` are the names that some families' layers have for it themselves. `hidden` is the hidden size if boundaries between
+    units are narrower, else 0.
     """
 
     def __init__(
@@ -32,11 +41,13 @@ class Stack(nn.ModuleList):
         tuple_length: int,
         layer_types: Sequence[str] | None = None,
         block_types: Mapping[int, str] | None = None,
+        hidden: int = 0,
     ) -> None:
         super().__init__()
         for number, layer in layers.items():
             self.add_module(str(number), layer)
         self.total = total
+        self.hidden = hidden
         kinds = layer_types or ["full_attention"] * total
         self._skips: list[Any] = [
             _Skip(tuple_length, kind, (block_types or {}).get(number, kind)) for number, kind in enumerate(kinds)
@@ -137,6 +148,11 @@ class _BoundaryLayer:
         kept = leaving_BTH
         if stack.keep_last >= 0:
             kept = leaving_BTH[:, leaving_BTH.shape[1] - stack.keep_last :]
+        if stack.hidden not in (
+            0,
+            kept.shape[2],
+        ):  # what follows the layers, a final norm, has no use for a bottleneck's numbers
+            kept = kept.new_zeros(()).expand(*kept.shape[:2], stack.hidden)
         return (kept, *output[1:]) if isinstance(output, tuple) else kept
 
     def __getattr__(self, name: str) -> Any:
@@ -155,3 +171,99 @@ class Absent(nn.Module):
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
         """Return zero (a scalar, which broadcasts) for an embedding, else `x`."""
         return torch.zeros((), device=getattr(x, "device", None)) if self.is_embedding else x
+
+
+CONFIG_KEY = "swarmnode_bottleneck"  # in config.json
+THIN_IN, THIN_OUT = "thin_in", "thin_out"
+STAGES = 5  # at most, by default
+
+
+class Bottleneck(NamedTuple):
+    """Bottleneck of a model: the numbers of a position that cross a boundary, and the layers of one unit."""
+
+    rank: int
+    layers: int
+
+    def fault(self, config: Any) -> str:
+        """Return why a model of this transformers config cannot have the bottleneck, as a sentence; empty if it can."""
+        hidden, count = int(config.hidden_size), int(config.num_hidden_layers)
+        if not 0 < self.rank <= hidden:
+            return f"a bottleneck of {self.rank} numbers: choose 1 to {hidden}, the model's hidden size"
+        if self.layers < 1 or self.layers >= count:
+            return (
+                f"a bottleneck behind every {self.layers} layers: the model has {count}, so nothing lies between two stages; "
+                f"choose 1 to {count - 1}"
+            )
+        return ""
+
+
+def bottleneck_of(config: Any) -> Bottleneck | None:
+    """Return the bottleneck that a transformers config names; None if it names none. Raises CheckpointError if it is invalid."""
+    named = getattr(config, CONFIG_KEY, None)
+    if named is None:
+        return None
+    values: list[Any] = [named.get(name) for name in Bottleneck._fields] if isinstance(named, dict) else []
+    if not values or not all(type(value) is int for value in values):
+        raise CheckpointError(
+            f"config.json: {CONFIG_KEY} needs whole numbers for rank and layers; fetch the file again"
+        )
+    bottleneck = Bottleneck(*values)
+    if fault := bottleneck.fault(config):
+        raise CheckpointError(f"config.json: {fault}")
+    return bottleneck
+
+
+def add_projections(layers: Mapping[int, nn.Module], config: Any) -> None:
+    """Add the projections of a config's bottleneck to some `layers` of its model, by number, as submodules with hooks.
+
+    Nothing is added if the config names none. Weights are uninitialised.
+    """
+    bottleneck = bottleneck_of(config)
+    if bottleneck is None:
+        return
+    rank, every = bottleneck
+    hidden, last = int(config.hidden_size), int(config.num_hidden_layers) - 1
+    for number, layer in layers.items():
+        if number and number % every == 0:
+            layer.add_module(THIN_IN, nn.Linear(rank, hidden, bias=False))
+            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+        if number % every == every - 1 and number < last:
+            layer.add_module(THIN_OUT, nn.Linear(hidden, rank, bias=False))
+            layer.register_forward_hook(_leave)
+
+
+def _enter(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Widen the code_BTR that enters a layer to hidden states."""
+    if inputs:
+        return (layer.thin_in(inputs[0]), *inputs[1:]), named
+    return inputs, {**named, "hidden_states": layer.thin_in(named["hidden_states"])}
+
+
+def _leave(layer: Any, _: tuple[Any, ...], output: Any) -> Any:
+    """Narrow the hidden states that leave a layer to code_BTR."""
+    if isinstance(output, tuple):
+        return (layer.thin_out(output[0]), *output[1:])
+    return layer.thin_out(output)
+
+
+def boundaries(bottleneck: Bottleneck, count: int) -> list[int]:
+    """Return the numbers of the layers before a boundary, in a model of `count` layers."""
+    return list(range(bottleneck.layers - 1, count - 1, bottleneck.layers))
+
+
+@torch.no_grad()
+def begin_projections(layers: Mapping[int, nn.Module]) -> None:
+    """Set the projections of some `layers`: the first R coordinates cross."""
+    for layer in layers.values():
+        for module in (getattr(layer, name, None) for name in (THIN_IN, THIN_OUT)):
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(torch.eye(*module.weight.shape))
+
+
+@torch.no_grad()
+def principal_directions(states: Tensor, rank: int) -> Tensor:
+    """Return rows_RH, orthonormal, that keep most of the energy of hidden states (positions, H)."""
+    states_NH = states.reshape(-1, states.shape[-1]).double()
+    _, vectors_HH = torch.linalg.eigh(states_NH.T @ states_NH)  # by rising energy
+    rows_RH: Tensor = vectors_HH[:, -rank:].T.flip(0).float().contiguous()
+    return rows_RH

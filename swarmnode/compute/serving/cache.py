@@ -391,10 +391,10 @@ class CachePool:
         for layer in layers:
             window, size = self.windows.get(layer), self.span.dtype.itemsize
             held = columns if window is None else min(columns, window.columns)
-            own = plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
+            own = plain = held * self.span.family.layer_cache_bytes(layer, size, self.kv)
             if self.kv != PLAIN:
-                plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN)
-            own += self.span.family.state_copies * self.span.family.state_bytes(layer + 1, size)
+                plain = held * self.span.family.layer_cache_bytes(layer, size, PLAIN)
+            own += self.span.family.state_copies * self.span.family.layer_state_bytes(layer, size)
             kept, largest = kept + own, max(largest, plain)
         if any(self.span.family.state_shapes[layer] for layer in layers):
             kept += KEPT_INPUTS * self.span.hidden_size * self.span.dtype.itemsize

@@ -181,7 +181,7 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
     if start == 0:
         x_BT = torch.randint(0, span.vocab_size, (1, count), generator=random)
     else:
-        x_BT = torch.randn(1, count, span.hidden_size, generator=random).to(span.dtype)
+        x_BT = torch.randn(1, count, span.width, generator=random).to(span.dtype)
     expected = None
     if trace.result is not None:
         expected = span.forward(

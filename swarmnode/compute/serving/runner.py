@@ -571,10 +571,8 @@ class StageRunner:
         if opened.start == 0:
             if len(shape) != 2 or work.x.is_floating_point():
                 raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
-        elif len(shape) != 3 or shape[2] != self.span.hidden_size or not work.x.is_floating_point():
-            raise ProtocolError(
-                f"hidden states of shape (rows, T, {self.span.hidden_size}) are needed, not {tuple(shape)}"
-            )
+        elif len(shape) != 3 or shape[2] != self.span.width or not work.x.is_floating_point():
+            raise ProtocolError(f"hidden states of shape (rows, T, {self.span.width}) are needed, not {tuple(shape)}")
         if shape[0] != cached.rows or shape[1] < 1:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         start = cached.end if work.truncate_to is None else work.truncate_to

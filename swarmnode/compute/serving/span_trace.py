@@ -449,7 +449,7 @@ def _record(
     padding_R1 = 2 * torch.arange(rows)[:, None]  # the first row has none
     positions_RT = past + torch.arange(count) - padding_R1
     mask_RC = (torch.arange(past + count) >= padding_R1).to(torch.int64)
-    x = torch.zeros(rows, count, dtype=torch.int64) if start == 0 else torch.zeros(rows, count, span.hidden_size)
+    x = torch.zeros(rows, count, dtype=torch.int64) if start == 0 else torch.zeros(rows, count, span.width)
     between: list[Tensor] = []
 
     def leave(_module: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from swarmnode.compute.training import update_rules
 from swarmnode.compute.training.optimizer import Optimizer, clip_factor
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
-from swarmnode.swarm.records.run import Averaging, Run
+from swarmnode.swarm.records.run import Averaging, Run, is_projection
 
 EMA = "ema"  # begins the names of the averages in a state
 Changes = dict[str, Tensor]
@@ -187,6 +187,7 @@ class Block:
         else:
             self.gradient_N.mul_(clip_factor(self.run.clip, norm))
         self.optimizer.update(step)
+        self._retract()
         for name, average in self.ema.items():
             average.lerp_(self.parameters[name], 1 - self.run.known_recipe.ema if step else 1.0)
         for name, buffer in self.statistics.items():
@@ -244,6 +245,15 @@ class Block:
         for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):
             value = part.view(tensor.shape)
             tensor.data.copy_(value if tensor.is_floating_point() else value.round())
+        if self._retract():
+            self.agree()
+
+    def _retract(self) -> bool:
+        """Make a bottleneck's projections orthonormal again. Returns whether there are any."""
+        projections = [one for name, one in self.parameters.items() if is_projection(name) and one.requires_grad]
+        for projection in projections:
+            update_rules.retract(projection)
+        return bool(projections)
 
     @torch.no_grad()
     def _write_values(self, out_N: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class SpanSegment(Segment):
         span.model.train().requires_grad_(True)
         for number in span.layers_of(span.start, span.end):
             span.stack.get_submodule(str(number)).register_forward_pre_hook(self._reseeding(number + 1))
-        span.stack.when_left = self._reseeding(self.units - 1)
+        span.stack.when_left = self._reseeding(span.family.layer_count + 1)
 
     def __repr__(self) -> str:
         return f"SpanSegment([{self.start}:{self.end}) of {self.units} units on {self.device})"
@@ -164,7 +164,7 @@ class SpanSegment(Segment):
         if end == self.units:
             check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
-        self._begin(start)
+        self._begin(self.span.layers_of(start, start).start + 1 if start else 0)
         x, positions, sums_R = self._apart(values, start)
         places_BT, mask_B1TT = documents(self._here(*positions)) if positions else (None, None)
         if self._routers is not None:
@@ -199,24 +199,25 @@ class SpanSegment(Segment):
         """Return made-up values: ids from the whole vocabulary, hidden states of usual size. See `Segment`."""
         chance = torch.Generator().manual_seed(boundary)
         ids_BT = torch.randint(self.span.vocab_size, (batch, sequence), generator=chance)
-        hidden_BTH = torch.randn(batch, sequence, self.span.hidden_size, generator=chance)
+        hidden_BTH = torch.randn(batch, sequence, self.span.width, generator=chance)
         sums = () if self._routers is None or not boundary else (self._routers.no_sums(),)
         return (hidden_BTH if boundary else ids_BT, *sums), (ids_BT,)
 
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
-    def _reseeding(self, unit: int) -> Any:
+    def _reseeding(self, place: int) -> Any:
         """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
 
         def hook(*_: Any) -> None:
-            self._begin(unit)
+            self._begin(place)
 
         return hook
 
-    def _begin(self, unit: int) -> None:
-        reseed(self._seed, unit, self.device)
-        self._dropout.begin(self._seed, unit)
+    def _begin(self, place: int) -> None:
+        """Draw random numbers of a place: 0 is the embedding, then one for each layer and one for the head."""
+        reseed(self._seed, place, self.device)
+        self._dropout.begin(self._seed, place)
 
 
 def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +241,7 @@ def check_values(span: ModelSpan, values: Values, start: int) -> None:
         _check_places(span, values[1], values[0].shape[:2])
     if start == 0:
         check_ids(span, values[0])
-    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.hidden_size:
+    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.width:
         raise ProtocolError(f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}")
     limit, count = span.position_limit, values[0].shape[1]
     if limit is not None and count > limit:

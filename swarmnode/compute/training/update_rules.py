@@ -36,6 +36,7 @@ from swarmnode.swarm.records.run import Run
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
 ITERATIONS = 5
+RETRACTIONS = 12  # singular values of 0.05 of the bound come within 1e-6 of 1
 SMALLEST_NORM = 1e-7
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates
 NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*embed_out*", "*score.*", "*classifier*")
@@ -77,6 +78,20 @@ def orthogonalize(matrix_RC: Tensor) -> Tensor:
         polynomial_MM = torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c)
         x_MN = torch.addmm(x_MN, polynomial_MM, x_MN, beta=a)
     return x_MN.T if is_tall else x_MN
+
+
+def retract(matrix: Tensor) -> None:
+    """Replace a float32 matrix by the nearest one with orthonormal rows, or columns if it is tall.
+
+    Newton-Schulz iteration. Divided by the root of a bound of its largest singular value, the matrix lies where the iteration
+    converges; that of an orthonormal one is 1.
+    """
+    rows_MN = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    bound = (rows_MN @ rows_MN.T).abs().sum(1).amax().sqrt().clamp(min=SMALLEST_NORM)
+    x_MN = rows_MN / bound
+    for _ in range(RETRACTIONS):
+        x_MN = torch.addmm(x_MN, x_MN @ x_MN.T, x_MN, beta=1.5, alpha=-0.5)
+    rows_MN.copy_(x_MN)
 
 
 def muon(

@@ -99,7 +99,7 @@ class DirectoryRouter(Router):
         self.observed_latency = host.observed_latency
         self._host = host
         manifest = host.swarm.manifest
-        self._position_bytes = manifest.model.hidden * BYTES_PER_HIDDEN if manifest is not None else 0
+        self._position_bytes = manifest.width * BYTES_PER_HIDDEN if manifest is not None else 0
         self._units = units
         self._span = span
         self._ring = ring

@@ -41,7 +41,8 @@ class Model:
     of the matrix that embedding and head share if they are tied, else it is 0; they count in both units.
     `routed` counts the parameters of experts that a router chooses, `active_experts` of `experts` for a token; all 0 without any.
     `packed_bytes` are those of each unit's weights if the model's files have them packed, else empty; simulated nodes that serve
-    keep them packed, too.
+    keep them packed, too. `wide` is the hidden size inside units if a bottleneck makes the values between them narrower, else 0.
+    `layer_ends` has for each unit the end of the numbers of its layers; it is empty for a graph.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Model:
     routed: tuple[int, ...] = ()
     experts: int = 0
     active_experts: int = 0
+    wide: int = 0
+    layer_ends: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
@@ -98,8 +101,18 @@ class Model:
         share = active_experts / experts if experts else 1.0
         active = (count - chosen + share * chosen for count, chosen in zip(parameters, routed, strict=True))
         cache = (family.planned_bytes_per_token(unit, WEIGHT_BYTES) for unit in range(family.units))
-        sizes = (tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
-        return cls(name, *sizes, routed=tuple(routed), experts=experts, active_experts=active_experts)
+        ends = tuple(family.layers_of(unit, unit + 1).stop for unit in range(family.units))
+        sizes = (tuple(parameters), tuple(map(int, active)), tuple(cache), family.width, shared)
+        wide = 0 if family.bottleneck is None else int(config.hidden_size)
+        return cls(
+            name,
+            *sizes,
+            routed=tuple(routed),
+            experts=experts,
+            active_experts=active_experts,
+            wide=wide,
+            layer_ends=ends,
+        )
 
     def mixture(self, weight_bytes: float = WEIGHT_BYTES) -> ExpertMixture | None:
         """Return the mean sizes of the layers with experts, with parameters of `weight_bytes` in memory; None without such layers.
@@ -111,7 +124,7 @@ class Model:
             return None
         routed = sum(self.routed) / len(layers)
         dense = sum(self.parameters[unit] for unit in layers) / len(layers) - routed
-        shape = (len(layers), self.hidden, self.experts, self.active_experts)
+        shape = (len(layers), self.matrix_width, self.experts, self.active_experts)
         return ExpertMixture(*shape, routed / self.experts, dense, weight_bytes)
 
     @property
@@ -129,15 +142,15 @@ class Model:
         """Word for the counted training data: "tokens" or "samples"."""
         return "tokens" if self.has_tokens else "samples"
 
-    @property
-    def inner_layers(self) -> range:
-        """Range of the units that are layers: neither embedding nor head."""
-        return range(1, self.units - 1)
+    def layer_numbers(self, span: Span) -> range:
+        """Return the numbers of the transformer layers in the units of `span`; empty for a graph."""
+        ends = (0, *self.layer_ends)
+        return range(ends[span.start], ends[span.end]) if self.layer_ends else range(0)
 
     @property
     def matrix_width(self) -> int:
         """Width w of the matrices whose gradients are averaged; all are taken to be w x 4 w."""
-        return self.hidden
+        return self.wide or self.hidden
 
     def input_bytes(self, samples: int, sequence: int) -> int:
         """Return the bytes of a microbatch that a trainer sends: the token ids of `samples` sequences of `sequence` tokens."""
@@ -204,7 +217,8 @@ class Model:
     @property
     def unit_layers(self) -> tuple[float, ...]:
         """Work of each unit, in layers. Looking up an embedding is hardly any work; it counts as a hundredth of a layer."""
-        return (0.01, *(count / self.layer_parameters for count in self.active[1:]))
+        first = 1.0 if self.wide else 0.01  # with a bottleneck the first unit has as many layers as others
+        return (first, *(count / self.layer_parameters for count in self.active[1:]))
 
     @cached_property
     def _layers_before(self) -> tuple[float, ...]:
@@ -228,6 +242,8 @@ def _count(family: Any) -> tuple[list[int], list[int], int]:
         for unit in family.units_of_tensor(name):
             parameters[unit] += parameter.numel()
             routed[unit] += parameter.numel() if ".experts." in name else 0
+    for unit in range(family.units) if family.bottleneck is not None else ():  # two projections, one at either end
+        parameters[unit] += family.width * int(family.config.hidden_size) * (2 - (unit in (0, family.units - 1)))
     shared = model.get_input_embeddings().weight.numel() if family.tied else 0
     return parameters, routed, shared
 
@@ -305,11 +321,6 @@ class GraphModel(Model):
     def has_tokens(self) -> bool:
         """False: a graph is trained with samples."""
         return False
-
-    @property
-    def inner_layers(self) -> range:
-        """Empty range: no unit of a graph is known to be a layer."""
-        return range(0)
 
     @property
     def matrix_width(self) -> int:

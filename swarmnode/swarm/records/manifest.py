@@ -54,8 +54,9 @@ FORMAT = 1
 ADAPTERS_FORMAT = 3  # of a manifest with adapters: readers without adapters must refuse it; 2 was never used
 PACKED_FORMAT = 4  # of a manifest with packed weights, and perhaps adapters: older readers must refuse it
 QUANTISED_FORMAT = 5  # as 4, but the packed weights are those of a quantised checkpoint of safetensors
+BOTTLENECK_FORMAT = 6  # of a manifest with a bottleneck: older readers would compute another model, and must refuse it
 ANY_PACKED = (PACKED_FORMAT, QUANTISED_FORMAT)
-LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT)
+LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT, BOTTLENECK_FORMAT)
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -170,6 +171,14 @@ class Manifest(msgspec.Struct, frozen=True):
     priority: str | UnsetType = UNSET  # CREDIT: peers with credit go first; UNSET: not in the bytes
     adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # for sessions; UNSET: not in the bytes, as before adapters
     products: str | UnsetType = UNSET  # least ones of packed weights: EXACT or FAST; UNSET: any, not in the bytes
+    bottleneck: int | UnsetType = (
+        UNSET  # numbers of a position between two stages; UNSET: the hidden size, not in the bytes
+    )
+
+    @property
+    def width(self) -> int:
+        """Numbers of a position that cross between two stages of a language model; 0 of a graph."""
+        return self.bottleneck or self.model.hidden
 
     def file(self, name: str) -> FileContent | None:
         """Return the file of that name; None if there is none."""
@@ -276,7 +285,7 @@ def _check(manifest: Manifest) -> None:
         "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
         f"a title of at most {MAX_NAME_CHARS} printable characters, or none": model.title is UNSET
         or (0 < len(model.title) <= MAX_NAME_CHARS and model.title.isprintable()),
-        "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
+        "a sane number of units": (1 if is_graph else 2 if manifest.bottleneck else 3) <= model.units <= MAX_UNITS,
         "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,
         "a sane number of positions": 0 <= model.positions <= MAX_POSITIONS,
         "chunks of 1 MiB": manifest.chunk_bytes == CHUNK_BYTES,
@@ -305,6 +314,13 @@ def _check(manifest: Manifest) -> None:
             manifest.format in ANY_PACKED or (manifest.adapters is not UNSET) == (manifest.format == ADAPTERS_FORMAT)
         )
         and (not adapters or (not is_graph and manifest.mode == SERVE)),
+        "a bottleneck of 1 to the hidden size, of a language model that is trained, in format 6 and no other": (
+            (manifest.bottleneck is not UNSET) == (manifest.format == BOTTLENECK_FORMAT)
+        )
+        and (
+            manifest.bottleneck is UNSET
+            or (0 < manifest.bottleneck <= model.hidden and not is_graph and manifest.mode == TRAIN)
+        ),
         "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,
         "each adapter once": len({adapter.name.casefold() for adapter in adapters}) == len(adapters),
         "adapters with plain names and files of their own": all(map(is_valid, adapters))

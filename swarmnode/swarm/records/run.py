@@ -51,6 +51,15 @@ NO_DECAY = tuple(ParameterGroup(match, weight_decay=0.0) for match in ("*embed*"
 """Groups of a new run: embeddings are not decayed, nor are biases, whatever their shape"""
 
 
+PROJECTIONS = ("*.thin_in.weight", "*.thin_out.weight")
+"""Patterns of the names of a bottleneck's projections (`compute/model/stack.py`), which are never decayed"""
+
+
+def is_projection(name: str) -> bool:
+    """Return whether a parameter is a projection of a bottleneck: its rows, or its columns, stay orthonormal."""
+    return any(fnmatchcase(name, pattern) for pattern in PROJECTIONS)
+
+
 class Treatment(NamedTuple):
     """Treatment of one parameter: the factor of the learning rate, its weight decay, and whether it is frozen."""
 
@@ -88,10 +97,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def treat(self, name: str, dimensions: int, weight_decay: float) -> Treatment:
         """Return the treatment of a parameter in a run of this `weight_decay`."""
-        usual = weight_decay if dimensions >= 2 else 0.0
+        usual = weight_decay if dimensions >= 2 and not is_projection(name) else 0.0
         for group in self.groups:
             if fnmatchcase(name, group.match):
-                decay = usual if group.weight_decay is None else group.weight_decay
+                decay = usual if group.weight_decay is None or is_projection(name) else group.weight_decay
                 return Treatment(group.learning_rate, decay, group.frozen)
         return Treatment(1.0, usual, False)
 

@@ -29,13 +29,15 @@ from swarmnode.swarm.records.run import Averaging
 @dataclass(eq=False)
 class LinkTimes:
     """Transfer times between the peers of one swarm. `width`: values of a position between stages, or of a module's sample; if it
-    is 0 only delays count. `parameters`: number of parameters of each layer, empty if unknown. `clock`: seconds."""
+    is 0 only delays count. `parameters`: number of parameters of each layer, empty if unknown. `matrix_width`: that of the layers'
+    matrices; 0: `width`. `clock`: seconds."""
 
     directory: Directory
     units: int
     width: int
     parameters: Sequence[float] = ()
     _: KW_ONLY
+    matrix_width: int = 0
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -89,4 +91,4 @@ class LinkTimes:
             return 0.0
         ends = max(self.parameters[0], self.parameters[-1])
         parameters = sum(ends if block == SHARED else self.parameters[block] for block in blocks)
-        return averaged_bytes(int(parameters), max(1, self.width), how)
+        return averaged_bytes(int(parameters), self.matrix_width or max(1, self.width), how)

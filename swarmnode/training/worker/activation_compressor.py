@@ -19,7 +19,7 @@ from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_finite
 from swarmnode.errors import UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.compression import UNKNOWN, Choice, LinkCodecs, is_allowed
+from swarmnode.plan.compression import MICROBATCHES, NARROW, UNKNOWN, Choice, LinkCodecs, is_allowed
 from swarmnode.swarm.records.run import AUTO, Compression
 
 log = logging.getLogger(__name__)
@@ -104,18 +104,20 @@ class ActivationCompressor:
     """The codecs of a stage's values. `mode` is the node's own setting, used if the run leaves the choice to the nodes.
 
     "auto" chooses among the codecs that the swarm allows, for each link and direction by itself. The name of a
-    codec fixes it. "topk", "adatopk" and "slowest" are rules of `plan/compression.py`. Raises UsageError if the swarm does
-    not allow `mode`.
+    codec fixes it. "topk", "adatopk" and "slowest" are rules of `plan/compression.py`. `narrow`: the model has a bottleneck.
+    Raises UsageError if the swarm does not allow `mode`.
     """
 
-    def __init__(self, mode: str, allowed: Collection[int], ledger: MemoryLedger | None = None) -> None:
+    def __init__(
+        self, mode: str, allowed: Collection[int], ledger: MemoryLedger | None = None, *, narrow: bool = False
+    ) -> None:
         if not is_allowed(mode, allowed):
             raise UsageError(f"--compress {mode}: this swarm does not allow it; choose {AUTO}")
         self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
         self.allowed = frozenset(allowed)  # codecs of the swarm
         self._lock = threading.Lock()  # each device of the node has a thread
         self._own = self._asked = self._in_force = Compression(mode)
-        self.codecs = LinkCodecs[Link](allowed, self._own)
+        self.codecs = LinkCodecs[Link](allowed, self._own, NARROW if narrow else MICROBATCHES)
         self._feedback = ErrorFeedback(ledger or MemoryLedger())
         self._beat_s = 0.0  # seconds that the slowest stage computes
         self._slowest_s = 0.0  # seconds that the swarm's slowest link takes

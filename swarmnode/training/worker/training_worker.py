@@ -166,7 +166,7 @@ class TrainingWorker(Stage):
     awaits_others: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._width = self.hardware.width
+        self._width = self.hardware.wide or self.hardware.width
         self._step_time = StepTime()
         self._capabilities = dict(zip(self.training.parts, self.capabilities, strict=True))
         self._backups = BackupSender(self.host, lambda: self.checkpoint_manager.store, self.hardware.config.min_holders)
@@ -176,7 +176,14 @@ class TrainingWorker(Stage):
             self.host.directory,
             self.training,
             self.units,
-            LinkTimes(self.host.directory, self.units, self.hardware.width, self.hardware.parameters, clock=clock),
+            LinkTimes(
+                self.host.directory,
+                self.units,
+                self.hardware.width,
+                self.hardware.parameters,
+                matrix_width=self._width,
+                clock=clock,
+            ),
             clock=clock,
             on_crash=self.host.supervisor.ends_peer,
             decisions=self.host.decisions,
@@ -370,6 +377,11 @@ def _stage(
         host,
         parts,
         checkpoint_manager,
-        compressor=ActivationCompressor(hardware.config.compress, host.swarm.manifest.codecs, parts.ledger),
+        compressor=ActivationCompressor(
+            hardware.config.compress,
+            host.swarm.manifest.codecs,
+            parts.ledger,
+            narrow=bool(host.swarm.manifest.bottleneck),
+        ),
         spot_checks=spot_checks,
     )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.manifest import (
+    BOTTLENECK_FORMAT,
     GRAPH,
     MAX_MANIFEST_BYTES,
     PACKED_FORMAT,
@@ -102,6 +103,27 @@ def test_least_products_of_packed_weights(products):
     for wrong in (make_manifest(products=products), packed_manifest(products="plain"), packed_manifest(products="")):
         with pytest.raises(ProtocolError, match="a least kind of products"):
             encode_manifest(wrong)
+
+
+def test_a_bottleneck_is_of_a_trained_language_model_in_a_format_of_its_own():
+    model = ModelInfo("llama", units=2, hidden=64)
+    thin = {"model": model, "mode": TRAIN, "format": BOTTLENECK_FORMAT, "bottleneck": 8}
+    manifest = make_manifest(**thin)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert (manifest.width, make_manifest().width) == (8, 64)
+    wrong = [
+        {"bottleneck": 0},
+        {"bottleneck": -1},
+        {"bottleneck": 65},
+        {"mode": "serve"},
+        {"format": 1},
+        {"kind": GRAPH},
+    ]
+    for changes in (*wrong, {"bottleneck": msgspec.UNSET}, {"format": PACKED_FORMAT}):
+        with pytest.raises(ProtocolError, match="it needs"):
+            encode_manifest(make_manifest(**{**thin, **changes}))
+    with pytest.raises(ProtocolError, match="units"):
+        encode_manifest(make_manifest(model=model))
 
 
 @pytest.mark.parametrize(

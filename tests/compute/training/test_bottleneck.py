@@ -1,0 +1,240 @@
+"""Bottleneck between units: one function in any split, projections that stay orthonormal, and a start from trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.stack import bottleneck_of, boundaries, principal_directions
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.update_rules import retract
+from swarmnode.errors import CheckpointError, ProtocolError, UsageError
+from swarmnode.founding.model_source import ModelSource, from_config, with_bottleneck
+from swarmnode.swarm.records.run import Averaging, is_projection
+from tests.compute.training.conftest import (
+    LENGTH,
+    SAMPLES,
+    build,
+    ids_of,
+    learners,
+    make_run,
+    norm_of,
+    pass_through,
+    train,
+)
+
+RANK = 8
+WHOLE, EACH = (0, 3), (0, 1, 2, 3)
+Found = Callable[[str], Checkpoint]
+
+
+def found(folder: Path, kind: str, rank: int = RANK, **settings: Any) -> ModelSource:
+    config = build(kind).config
+    config.vocab_size = 256
+    config.save_pretrained(folder / "config")
+    return from_config(folder / "config", folder / "weights", bottleneck=rank, **{"stage_layers": 1, **settings})
+
+
+@pytest.fixture(scope="module")
+def thin(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """kind -> a checkpoint of three units with a bottleneck between them."""
+    folder = tmp_path_factory.mktemp("thin")
+
+    def get(kind: str) -> Checkpoint:
+        if not (folder / kind).exists():
+            found(folder / kind, kind)
+        return Checkpoint(folder / kind / "weights")
+
+    return get
+
+
+def projections(chain: Sequence[Learner]) -> dict[str, Tensor]:
+    blocks = [learner.block(number) for learner in chain for number in learner.blocks]
+    return {name: one.detach() for block in blocks for name, one in block.parameters.items() if is_projection(name)}
+
+
+def distance(matrix: Tensor) -> float:
+    """How far a projection is from orthonormal rows or columns."""
+    rows = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    return float((rows @ rows.T - torch.eye(len(rows))).abs().max())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2-dropout"])  # the latter: tied, and with dropout
+def test_losses_are_the_same_in_any_split(thin: Found, kind: str, recompute: bool) -> None:
+    checkpoint, run = thin(kind), make_run()
+    expected = train(learners(checkpoint, run, WHOLE), 4)
+    assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
+    for cuts in (EACH, (0, 2, 3)):
+        assert train(learners(checkpoint, run, cuts, recompute=recompute), 4) == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) -> None:
+    chain = learners(thin("llama"), make_run(), EACH)
+    values = chain[0].forward(0, 0, 0, 1, (ids_of(0, 0),))
+    assert [value.shape for value in values] == [(SAMPLES, LENGTH, RANK)]
+    named = [name for learner in chain for name in projections([learner])]
+    assert (
+        sorted(named)
+        == sorted(set(named))
+        == sorted(f"model.layers.{name}.weight" for name in ("0.thin_out", "1.thin_in", "1.thin_out", "2.thin_in"))
+    )
+    hidden = torch.zeros(SAMPLES, LENGTH, 32)
+    with pytest.raises(ProtocolError, match="wrong dtype or shape"):
+        chain[1].forward(0, 0, 1, 2, (hidden,))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"weight_decay": 50.0},
+        {"optimizer": "muon", "momentum": 0.95},
+        {"optimizer": "lion"},
+        {"optimizer": "schedule-free", "schedule": "constant"},
+        {"learning_rate": 0.3},
+    ],
+    ids=str,
+)
+def test_projections_stay_orthonormal_and_learn(thin: Found, settings: dict[str, Any]) -> None:
+    chain = learners(thin("llama"), make_run(steps=3, **settings), WHOLE)
+    before = {name: one.clone() for name, one in projections(chain).items()}
+    train(chain, 2)
+    for name, one in projections(chain).items():
+        assert distance(one) < 1e-5, name
+        assert not torch.equal(one, before[name]), name
+
+
+def test_projections_are_never_decayed() -> None:
+    run = make_run(weight_decay=0.1)
+    assert run.treat("model.layers.0.thin_out.weight", 2).weight_decay == 0
+    assert run.treat("model.layers.0.mlp.up_proj.weight", 2).weight_decay == 0.1
+
+
+def test_replicas_that_average_seldom_agree_on_orthonormal_projections(thin: Found) -> None:
+    run = make_run(averaging=Averaging(every=2, outer_lr=0.7))
+    chain = learners(thin("llama"), run, WHOLE)
+    learner = chain[0]
+    for _ in range(2):
+        for index in range(3):
+            pass_through(chain, index)
+        learner.commit({}, norm_of(chain), summed=(), apart=learner.blocks)
+    blocks = tuple(learner.blocks)
+    learner.commit({}, 1.0, summed=(), pseudo_gradients={blocks: learner.pseudo_gradients(blocks)})
+    assert max(map(distance, projections(chain).values())) < 1e-5
+    assert float(learner.pseudo_gradients(blocks).abs().max()) == 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5), (1, 7)])
+def test_retraction_keeps_the_singular_vectors(shape: tuple[int, int], scale: float) -> None:
+    torch.manual_seed(1)
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    matrix = scale * (u @ torch.diag(torch.linspace(0.4, 1.6, min(shape))) @ v)
+    retract(matrix)
+    assert torch.allclose(matrix, u @ v, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_serving_computes_what_training_does(thin: Found, kind: str) -> None:
+    checkpoint, ids_BT = thin(kind), ids_of(0, 0)
+    span = load_segment(checkpoint, 0, 3).span
+    expected_BTV = span.forward(ids_BT, cache=None).detach()
+    for cuts in (WHOLE, EACH):
+        runners = [
+            StageRunner(load_span(checkpoint, *one), RunnerConfig(cache_bytes=1 << 24)) for one in pairwise(cuts)
+        ]
+        for runner in runners:
+            runner.open(0, rows=SAMPLES, max_length=LENGTH)
+        outputs = []
+        for begin, end in [(0, 5), *pairwise(range(5, LENGTH + 1))]:
+            x = ids_BT[:, begin:end]
+            for runner in runners:
+                x = runner.run([StepInput(0, x, want=2)])[0].output
+            outputs.append(x)
+        assert torch.allclose(torch.cat(outputs, 1), expected_BTV, atol=1e-5)
+
+
+def test_units_are_groups_of_layers_with_the_ends_inside(tmp_path: Path) -> None:
+    found(tmp_path, "llama", stage_layers=2)
+    checkpoint = Checkpoint(tmp_path / "weights")
+    family = checkpoint.family
+    assert (family.units, family.width) == (2, RANK)
+    assert [family.layers_of(*span) for span in ((0, 1), (1, 2), (0, 2))] == [range(2), range(2, 3), range(3)]
+    owners = {name: family.units_of_tensor(name) for name in checkpoint.entries}
+    assert owners["model.embed_tokens.weight"] == owners["model.layers.1.thin_out.weight"] == (0,)
+    assert owners["lm_head.weight"] == owners["model.layers.2.thin_in.weight"] == (1,)
+    each = [family.cache_bytes_per_token(unit, 4) for unit in range(2)]
+    assert each[0] == 2 * each[1] > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_bottleneck_as_wide_as_the_model_keeps_trained_weights(tmp_path: Path, kind: str) -> None:
+    build(kind).save_pretrained(tmp_path / "trained")
+    text = [number * 7 % 99 for number in range(600)]
+    losses = []
+    for rank in (32, 24, 4):
+        source = with_bottleneck(
+            str(tmp_path / "trained"), tmp_path / f"{rank}", rank, lambda _: text, stage_layers=1, byte_level=True
+        )
+        assert source.bottleneck == rank
+        losses.append(pass_through(learners(Checkpoint(tmp_path / f"{rank}"), make_run(), EACH), 0))
+    original = pass_through(learners(Checkpoint(tmp_path / "trained"), make_run(), (0, 5)), 0)
+    assert losses[0] == pytest.approx(original, rel=1e-5)
+    assert abs(losses[1] - original) <= abs(losses[2] - original)
+
+
+def test_principal_directions_keep_most_of_the_energy() -> None:
+    torch.manual_seed(0)
+    basis_RH = torch.linalg.qr(torch.randn(9, 3))[0].T
+    states_BTH = torch.randn(4, 5, 3) @ torch.diag(torch.tensor([3.0, 1.0, 0.1])) @ basis_RH
+    rows_RH = principal_directions(states_BTH, 3)
+    assert torch.allclose(states_BTH @ rows_RH.T @ rows_RH, states_BTH, atol=1e-5)
+    assert torch.allclose(rows_RH @ rows_RH.T, torch.eye(3), atol=1e-5)
+    assert float((principal_directions(states_BTH, 1) @ basis_RH[0]).abs()) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rank", "layers", "word"),
+    [(0, 1, "choose 1 to 32"), (-3, 1, "1 to 32"), (33, 1, "1 to 32"), (8, 0, "1 to 2"), (8, 3, "1 to 2")],
+)
+def test_impossible_bottlenecks_are_refused(tmp_path: Path, rank: int, layers: int, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        found(tmp_path, "llama", rank, stage_layers=layers)
+    assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize("named", ["8", 8, {"rank": 8}, {"rank": True, "layers": 1}, {"rank": 1 << 40, "layers": 1}])
+def test_a_false_bottleneck_in_a_config_is_refused(named: Any) -> None:
+    config = build("llama").config
+    config.swarmnode_bottleneck = named
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        bottleneck_of(config)
+
+
+def test_a_second_bottleneck_and_too_short_a_sample_are_refused(thin: Found, tmp_path: Path) -> None:
+    folder = str(thin("llama").path)
+    with pytest.raises(UsageError, match="has one already"):
+        with_bottleneck(folder, tmp_path / "again", RANK, lambda _: [1] * 999)
+    build("llama").save_pretrained(tmp_path / "trained")
+    with pytest.raises(UsageError, match="too short"):
+        with_bottleneck(str(tmp_path / "trained"), tmp_path / "out", RANK, lambda _: [1] * 9, stage_layers=1)
+
+
+def test_boundaries_lie_behind_whole_stages() -> None:
+    config = build("llama").config
+    config.num_hidden_layers, config.swarmnode_bottleneck = 9, {"rank": 8, "layers": 2}
+    bottleneck = bottleneck_of(config)
+    assert bottleneck is not None and msgspec.to_builtins(bottleneck._asdict()) == {"rank": 8, "layers": 2}
+    assert boundaries(bottleneck, 9) == [1, 3, 5, 7]
