@@ -113,6 +113,19 @@ class _MatrixRead:
         self.left = -(-(self.end - self.first) // PIECE_BYTES)
 
 
+HITS_EXPONENT = 0.5
+
+
+def expected_hits(slots: int, experts: int) -> float:
+    """Return the share of chosen experts that a pass finds in memory, by recency; measured on a trained mixture of 32 experts."""
+    return min(1.0, slots / experts) ** HITS_EXPONENT
+
+
+def buffer_bytes(largest: int, workers: int = WORKERS) -> int:
+    """Return the memory of reads besides the slots, if the largest matrix has `largest` bytes."""
+    return (workers + 1) * (largest + 2 * PIECE_BYTES)  # one matrix may wait for more urgent ones
+
+
 class ExpertSlots:
     """Slots for experts of all layers of a span, and the workers that fill them. Passes use it from one thread, by `layers`.
 
@@ -130,6 +143,8 @@ class ExpertSlots:
         hits: Experts that passes found in slots.
         reads: Experts that were read.
         read_bytes: Their bytes.
+        busy_s: Time in which something was read.
+        buffer_bytes: Memory of reads besides the slots.
     """
 
     def __init__(
@@ -142,11 +157,14 @@ class ExpertSlots:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.hits = self.reads = self.read_bytes = 0
+        self.busy_s = self._busy_since_s = 0.0
+        self._reading = 0  # experts
         self._fill, self.timeout_s = fill, timeout_s
         places = [place for layer in experts for expert in layer for place in expert]
         self._files = {path: _OpenFile(path) for path in {place.file for place in places}}
-        self._buffer_bytes = max(place.end - place.begin for place in places) // PIECE_BYTES * PIECE_BYTES
-        self._buffer_bytes += 2 * PIECE_BYTES
+        largest = max(place.end - place.begin for place in places)
+        self._buffer_bytes = largest // PIECE_BYTES * PIECE_BYTES + 2 * PIECE_BYTES
+        self.buffer_bytes = buffer_bytes(largest, workers)
         self._workers = workers
         self._lock = threading.Lock()
         self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -160,14 +178,21 @@ class ExpertSlots:
         self._threads: list[threading.Thread] = []
 
     @property
-    def buffer_bytes(self) -> int:
-        """Bytes of memory that reads use besides the slots."""
-        return (self._workers + 1) * self._buffer_bytes  # one matrix may wait for more urgent ones
-
-    @property
     def is_usable(self) -> bool:
         """Whether experts can still be read."""
         return self._failure is None and not self._closed
+
+    def expected_wait_s(self, positions: int) -> float:
+        """Return the seconds that a pass of `positions` new positions is expected to wait for the disk, at the speed of the reads
+        so far; 0 if nothing was read."""
+        if not self.read_bytes:
+            return 0.0
+        missed_bytes = 0.0
+        for layer in self.layers:
+            # The share of experts that no position chooses, if each chooses as many as the passes so far did
+            chosen = layer.experts * (1 - (1 - layer.active / layer.experts) ** positions)
+            missed_bytes += chosen * (1 - expected_hits(layer.slots, layer.experts)) * layer.expert_bytes
+        return missed_bytes * self.busy_s / self.read_bytes
 
     def close(self) -> None:
         """End the workers, and close the files unless the disk keeps a worker waiting."""
@@ -185,6 +210,9 @@ class ExpertSlots:
 
     def _put(self, read: _Read, places: Sequence[ByteRange], urgency: int) -> None:
         """Queue a read, and start the workers if it is the first. The lock is held."""
+        if not self._reading:
+            self._busy_since_s = time.monotonic()
+        self._reading += 1
         while len(self._threads) < self._workers:
             self._threads.append(threading.Thread(target=self._work, name="read experts", daemon=True))
             self._threads[-1].start()
@@ -238,6 +266,9 @@ class ExpertSlots:
         one.read.left -= 1
         if not one.read.left:
             self.reads += 1
+            self._reading -= 1
+            if not self._reading:
+                self.busy_s += time.monotonic() - self._busy_since_s
             one.read.layer.reading.pop(one.read.expert)
             one.read.layer.ready[one.read.expert] = one.read.slot
 
@@ -262,28 +293,33 @@ class ExpertSlots:
 
 
 class LayerSlots:
-    """Slots of one layer. `ready` and `reading` have the slots of experts by their numbers."""
+    """Slots of one layer. `ready` and `reading` have the slots of experts by their numbers, `active` is the number of experts that
+    a position chooses, `expert_bytes` are of the largest one."""
 
     def __init__(self, pool: ExpertSlots, number: int, places: Sequence[Sequence[ByteRange]], slots: int) -> None:
         self.number, self.experts = number, len(places)
         self.ready: dict[int, int] = {}
         self.reading: dict[int, int] = {}
         self._pool, self._places = pool, places
-        self._free = list(range(min(slots, len(places))))
+        self.slots = min(slots, len(places))
+        self.active = 1
+        self.expert_bytes = max(sum(place.end - place.begin for place in expert) for expert in places)
+        self._free = list(range(self.slots))
         self._pass = 0
         self._last_use = [0] * len(places)
         self._uses = [0] * len(places)
         self._wanted: dict[int, int] = {}  # by the present pass, and not visited yet
 
-    def visit(self, rows: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Yield the number and the slot of each expert that `rows` of a pass choose, those in memory first. The slot keeps the
-        expert until the next one is asked for.
+    def visit(self, rows: Mapping[int, int], active: int = 1) -> Iterator[tuple[int, int]]:
+        """Yield the number and the slot of each expert that `rows` of a pass choose, each `active` of them, those in memory first.
+        The slot keeps the expert until the next one is asked for.
 
         Raises WeightsLost if the experts cannot be read, LocalError if the disk takes too long.
         """
         pool = self._pool
         with pool._lock:
             self._pass += 1
+            self.active = active
             self._wanted = dict(rows)
             for expert, count in rows.items():
                 self._last_use[expert], self._uses[expert] = self._pass, self._uses[expert] + count

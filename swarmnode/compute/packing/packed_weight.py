@@ -289,7 +289,8 @@ def experts_one_by_one(
     on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
     visits = ((number, -1) for number in places_of)
     if on_disk is not None:
-        visits = on_disk.layer.visit({number: len(places) for number, places in places_of.items()})
+        rows = {number: len(places) for number, places in places_of.items()}
+        visits = on_disk.layer.visit(rows, top_k_index.shape[1])
     results_SH = hidden_states.new_empty(len(chosen_S), hidden_states.shape[-1])
     for number, slot in visits:
         places = places_of[number]
