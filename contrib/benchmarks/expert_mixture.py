@@ -18,7 +18,7 @@ import math
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training import lm
 from swarmnode.compute.training.datasets.batches import TokenBatches
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
+from swarmnode.compute.training.losses import RouterWatch, router_sums
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 
 VOCABULARY, LAYERS, EXPERTS, ACTIVE, HIDDEN, INNER = 4096, 8, 32, 4, 256, 256
-SEQUENCE, BATCH, MICROBATCH = 256, 16, 16
+SEQUENCE, BATCH, MICROBATCH = 256, 8, 8
 HELD_OUT = 32_768  # tokens at the corpus's end
 
 
@@ -86,12 +88,34 @@ def write_model(folder: Path, seed: int = 0) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+class EachLayer(RouterWatch):
+    """Sums with a part for each layer: transformers' loss, which adds all layers up, is as small if each has four favourites."""
+
+    def no_sums(self, device: torch.device | str = "cpu") -> Tensor:
+        self._layer = 0
+        return torch.zeros(2 * LAYERS * EXPERTS + 2, device=device)
+
+    def check(self, sums_R: Tensor) -> None:
+        assert len(sums_R) == 2 * LAYERS * EXPERTS + 2
+
+    def _record(self, _module: Any, _inputs: Any, output: Any) -> None:
+        own_R = router_sums(output[self._index], self._top_k, self._counts_N)
+        whole_R = own_R.new_zeros(2 * LAYERS * EXPERTS + 2)
+        for part in range(2):
+            begin = (part * LAYERS + self._layer) * EXPERTS
+            whole_R[begin : begin + EXPERTS] = own_R[part * EXPERTS : (part + 1) * EXPERTS]
+        whole_R[-2:] = own_R[-2:]
+        self._layer += 1
+        self._sums_R = self._sums_R + whole_R
+
+
 def train(folder: Path, tokens: int, balance: float) -> Iterator[dict[str, Any]]:
-    """Train on `tokens` of the corpus, one pass or more, and yield the loss of each tenth step. Writes the model each 50 steps."""
+    """Train on `tokens` of the corpus, one pass or more, and yield the loss of each tenth step. Writes the model each 25 steps."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus_N = read_tokens(folder)[:-HELD_OUT]
     if not (folder / "config.json").is_file():
         write_model(folder)
+    lm.RouterWatch = EachLayer
     checkpoint = Checkpoint(folder)
     segment = load_segment(checkpoint, 0, checkpoint.units)
     batches, steps = TokenBatches(corpus_N, VOCABULARY), tokens // (BATCH * SEQUENCE)
@@ -118,7 +142,7 @@ def train(folder: Path, tokens: int, balance: float) -> Iterator[dict[str, Any]]
                 "load": round(summary.expert_load, 2),
                 "cpu_s": cpu_s,
             }
-        if summary.step % 50 == 49 or summary.step == steps - 1:
+        if summary.step % 25 == 24 or summary.step == steps - 1:
             model.save_pretrained(folder)
 
 
@@ -138,63 +162,51 @@ def record_routes(folder: Path, tokens: int) -> Tensor:
     return routes_NLK
 
 
-def hits(chosen_NK: Sequence[Sequence[int]], slots: int, victim: Callable[[set[int], int], int]) -> float:
-    """Return the share of choices of one layer that `slots` slots hold; `victim(candidates, token)` says which expert goes."""
-    held: set[int] = set()
+def kept_by_use(chosen_NK: Sequence[Sequence[int]], slots: int) -> float:
+    """Return the hits of one layer's slots as the node keeps them: the least recent expert goes, of these the rarest."""
+    held: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     found = 0
     for number, chosen in enumerate(chosen_NK):
-        wanted = set(chosen)
-        found += len(wanted & held)
-        for expert in wanted - held:
+        counts.update(chosen)
+        found += sum(expert in held for expert in chosen)
+        for expert in chosen:
+            if expert not in held and len(held) >= slots:
+                free = [one for one in held if one not in chosen]
+                del held[min(free, key=lambda one: (held[one], counts[one]))]
+            held[expert] = number
+        held.update(dict.fromkeys(chosen, number))
+    return found / sum(map(len, chosen_NK))
+
+
+def kept_by_oracle(chosen_NK: Sequence[Sequence[int]], slots: int) -> float:
+    """Return the hits of slots that know the text to come (Belady): the expert that is chosen again last goes."""
+    uses: dict[int, list[int]] = {}
+    for number, chosen in reversed(list(enumerate(chosen_NK))):
+        for expert in chosen:
+            uses.setdefault(expert, []).append(number)
+    held: set[int] = set()
+    found = 0
+    for chosen in chosen_NK:
+        found += len(held & set(chosen))
+        for expert in chosen:
+            uses[expert].pop()
+        for expert in set(chosen) - held:
             if len(held) >= slots:
-                held.remove(victim(held - wanted, number))
+                held.remove(max(held - set(chosen), key=lambda one: uses[one][-1] if uses[one] else math.inf))
             held.add(expert)
     return found / sum(map(len, chosen_NK))
 
 
-def rule_hits(chosen_NK: Sequence[Sequence[int]], slots: int) -> dict[str, float]:
-    """Return the hits of one layer's routes by rule: a fixed list (of the first half's favourites), LRU, LRU with ties by
-    frequency as the node keeps them, and the oracle (Belady)."""
-    last: dict[int, int] = {}
-    counts: Counter[int] = Counter()
-    uses: dict[int, list[int]] = {expert: [] for expert in range(EXPERTS)}
-    for number, chosen in enumerate(chosen_NK):
-        for expert in chosen:
-            uses[expert].append(number)
-    places = dict.fromkeys(uses, 0)
-
-    def least_recent(held: set[int], number: int) -> int:
-        for back in range(max(0, number - 1), number):
-            last.update(dict.fromkeys(chosen_NK[back], back))
-        return min(held, key=lambda expert: (last.get(expert, -1), expert))
-
-    def lru() -> float:
-        held: dict[int, tuple[int, int]] = {}
-        found = 0
-        counts.clear()
-        for number, chosen in enumerate(chosen_NK):
-            counts.update(chosen)
-            found += sum(expert in held for expert in chosen)
-            for expert in chosen:
-                if expert not in held and len(held) >= slots:
-                    free = [one for one in held if one not in chosen]
-                    del held[min(free, key=lambda one: (held[one][0], counts[one]))]
-                held[expert] = (number, 0)
-        return found / sum(map(len, chosen_NK))
-
-    def farthest(held: set[int], number: int) -> int:
-        def following(expert: int) -> float:
-            while places[expert] < len(uses[expert]) and uses[expert][places[expert]] <= number:
-                places[expert] += 1
-            return uses[expert][places[expert]] if places[expert] < len(uses[expert]) else math.inf
-
-        return max(held, key=following)
-
+def kept_by_list(chosen_NK: Sequence[Sequence[int]], slots: int) -> float:
+    """Return the hits, in the second half of a text, of the experts that its first half chose most."""
     half = len(chosen_NK) // 2
     favourites = {expert for expert, _ in Counter(one for row in chosen_NK[:half] for one in row).most_common(slots)}
     later = [one for row in chosen_NK[half:] for one in row]
-    fixed = sum(one in favourites for one in later) / len(later)
-    return {"fixed": fixed, "lru": lru(), "oracle": hits(chosen_NK, slots, farthest)}
+    return sum(one in favourites for one in later) / len(later)
+
+
+RULES = {"list": kept_by_list, "recency": kept_by_use, "oracle": kept_by_oracle}
 
 
 def entropies(ids_N: Tensor, routes_NL: Tensor) -> tuple[float, float]:
@@ -216,16 +228,41 @@ def entropies(ids_N: Tensor, routes_NL: Tensor) -> tuple[float, float]:
     return sum(plain) / len(plain), sum(given) / len(given)
 
 
+def judge_routes(folder: Path, tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield how evenly the routes use the experts, what the last token says of them, and the hits of each rule by slots."""
+    routes_NLK = record_routes(folder, tokens)
+    ids_N = torch.load(folder / "routes.pt")["ids"]
+    loads = [torch.bincount(layer_NK.flatten(), minlength=EXPERTS) for layer_NK in routes_NLK.unbind(1)]
+    busiest = [float(load_E.max() * EXPERTS / load_E.sum()) for load_E in loads]
+    alone, given = entropies(ids_N, routes_NLK[:, :, 0])
+    yield {
+        "tokens": len(ids_N),
+        "busiest_over_fair_share": round(max(busiest), 2),
+        "mean_of_layers": round(sum(busiest) / len(busiest), 2),
+        "bits_of_first_expert": round(alone, 2),
+        "bits_given_last_token": round(given, 2),
+        "bits_if_even": math.log2(EXPERTS),
+    }
+    for slots in (4, 6, EXPERTS // 4, 9, 12, EXPERTS // 2, 24):
+        by_rule = {
+            name: [rule(layer.tolist(), slots) for layer in routes_NLK.unbind(1)] for name, rule in RULES.items()
+        }
+        yield {"slots": slots, **{name: round(sum(found) / len(found), 3) for name, found in by_rule.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("train", "routes"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=3_000_000)
+    parser.add_argument("--tokens", type=int, help="default: 3,000,000 to train, 16,384 of routes")
     parser.add_argument("--balance", type=float, default=0.05)
     options = parser.parse_args()
     if options.action == "train":
-        for row in train(options.folder, options.tokens, options.balance):
-            print(json.dumps(row), flush=True)
+        rows = train(options.folder, options.tokens or 3_000_000, options.balance)
+    else:
+        rows = judge_routes(options.folder, options.tokens or 16_384)
+    for row in rows:
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

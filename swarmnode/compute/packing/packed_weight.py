@@ -284,30 +284,35 @@ def experts_one_by_one(
     first, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     chosen_S = top_k_index.reshape(-1)
     order_S = chosen_S.argsort(stable=True)
-    numbers, counts = chosen_S[order_S].unique_consecutive(return_counts=True)
-    places_of = dict(zip(numbers.tolist(), order_S.split(counts.tolist()), strict=True))
+    numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
+    inputs = dict(zip(numbers, hidden_states[order_S // top_k_index.shape[1]].split(counts), strict=True))
     on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
-    visits = ((number, -1) for number in places_of)
+    visits = ((number, -1) for number in numbers)
     if on_disk is not None:
-        rows = {number: len(places) for number, places in places_of.items()}
-        visits = on_disk.layer.visit(rows, top_k_index.shape[1])
-    results_SH = hidden_states.new_empty(len(chosen_S), hidden_states.shape[-1])
+        visits = on_disk.layer.visit(dict(zip(numbers, counts, strict=True)), top_k_index.shape[1])
+    outputs: dict[int, Tensor] = {}
     for number, slot in visits:
-        places = places_of[number]
         matrix, down_matrix = (
             stack.in_slot(slot) if isinstance(stack, SlotStack) else stack[number] for stack in (first, down)
         )
-        x = hidden_states[places // top_k_index.shape[1]]
-        x = x @ matrix if self.is_transposed else functional.linear(x, matrix)
+        x = _times(inputs[number], matrix, is_transposed=self.is_transposed)
         if self.has_bias:
             x = x + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[number]
         x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
-        x = x @ down_matrix if self.is_transposed else functional.linear(x, down_matrix)
-        results_SH[places] = x + self.down_proj_bias[number] if self.has_bias else x
+        x = _times(x, down_matrix, is_transposed=self.is_transposed)
+        outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
+    results_SH = torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
     if self.has_post_expert_norm:
         results_SH = self.post_expert_norm(results_SH)
     parts = (results_SH * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
     return functools.reduce(torch.add, parts).to(hidden_states.dtype)
+
+
+def _times(x: Tensor, weight: PackedWeight | Tensor, *, is_transposed: bool) -> Tensor:
+    """Return (R, O) for x (R, I)."""
+    if isinstance(weight, PackedWeight) and not x.requires_grad:
+        return weight.multiply(x).to(x.dtype)
+    return x @ weight if is_transposed else functional.linear(x, weight)  # type: ignore[operator,arg-type]
 
 
 def read_slots(
