@@ -4,8 +4,8 @@
     python contrib/benchmarks/expert_mixture.py routes FOLDER
     python contrib/benchmarks/expert_tiers.py FOLDER [--slots 8] [--rounds 5] [--tokens 32] [--long]
 
-The routes of a trained mixture (`expert_mixture.py`) are imposed on a random model of about 2 GB in Q4_K: 24 layers of 32 experts of
-2.7 MB, 4 of them active. Layer l takes the routes of layer l modulo 8, further on in the text for each eight layers. One thread.
+The routes of a trained mixture (`expert_mixture.py`) are imposed on a random model of about 2 GB in Q4_K: 24 layers of 32 experts
+of 2.7 MB, 4 of them active. Layer l takes the routes of layer l modulo 8, further on in the text for each eight layers. One thread.
 
     decode   a step of one session: seconds with all experts in memory and with slots, bytes that were read, speed of the disk with
              reads past the page cache of the same pieces in the same round, and the bound: the larger of computing with all
