@@ -118,7 +118,7 @@ HITS_EXPONENT = 0.5
 
 def expected_hits(slots: int, experts: int) -> float:
     """Return the share of chosen experts that a pass finds in memory, by recency; measured on a trained mixture of 32 experts."""
-    return min(1.0, slots / experts) ** HITS_EXPONENT
+    return float(min(1.0, slots / experts) ** HITS_EXPONENT)
 
 
 def buffer_bytes(largest: int, workers: int = WORKERS) -> int:
@@ -329,9 +329,9 @@ class LayerSlots:
             while self._wanted:
                 with pool._lock:
                     give_up_s = time.monotonic() + pool.timeout_s
-                    while (expert := next((one for one in self._wanted if one in self.ready), None)) is None:
+                    while not (here := [one for one in self._wanted if one in self.ready]):
                         pool._wait(self, give_up_s)
-                    slot = self.ready[expert]
+                    expert, slot = here[0], self.ready[here[0]]
                 yield expert, slot
                 with pool._lock:
                     del self._wanted[expert]
