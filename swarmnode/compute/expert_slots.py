@@ -8,12 +8,11 @@ cache, and never mapped: a mapped file that is cut short would end the process.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +122,7 @@ def expected_hits(slots: int, experts: int) -> float:
 
 def buffer_bytes(largest: int, workers: int = WORKERS) -> int:
     """Return the memory of reads besides the slots, if the largest matrix has `largest` bytes."""
-    return (workers + 1) * (largest + 2 * PIECE_BYTES)  # one matrix may wait for more urgent ones
+    return workers * (largest + 2 * PIECE_BYTES)
 
 
 class ExpertSlots:
@@ -168,8 +167,7 @@ class ExpertSlots:
         self._workers = workers
         self._lock = threading.Lock()
         self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queue: list[tuple[int, int, _MatrixRead]] = []
-        self._order = itertools.count()
+        self._queue: deque[_MatrixRead] = deque()
         self._buffers: list[mmap.mmap] = []
         self._failure: WeightsLost | None = None
         self._late: tuple[LayerSlots, int] | None = None
@@ -208,7 +206,7 @@ class ExpertSlots:
                 file.close()
             self._files.clear()
 
-    def _put(self, read: _Read, places: Sequence[ByteRange], urgency: int) -> None:
+    def _put(self, read: _Read, places: Sequence[ByteRange]) -> None:
         """Queue a read, and start the workers if it is the first. The lock is held."""
         if not self._reading:
             self._busy_since_s = time.monotonic()
@@ -217,8 +215,7 @@ class ExpertSlots:
             self._threads.append(threading.Thread(target=self._work, name="read experts", daemon=True))
             self._threads[-1].start()
         for number, place in enumerate(places):
-            one = _MatrixRead(read, number, self._files[place.file], place.begin, place.end)
-            heapq.heappush(self._queue, (urgency, next(self._order), one))
+            self._queue.append(_MatrixRead(read, number, self._files[place.file], place.begin, place.end))
         self._more.notify(len(places))
 
     def _work(self) -> None:
@@ -229,13 +226,13 @@ class ExpertSlots:
                     self._more.wait()
                 if self._closed:
                     return
-                one = self._queue[0][2]
+                one = self._queue[0]
                 if one.buffer is None:
                     one.buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, self._buffer_bytes)
                 begin = one.next
                 one.next += PIECE_BYTES
                 if one.next >= one.end:
-                    heapq.heappop(self._queue)
+                    self._queue.popleft()
                 buffer = one.buffer
             failure: WeightsLost | None = None
             is_last, needed = False, min(PIECE_BYTES, one.end - begin)
@@ -339,18 +336,11 @@ class LayerSlots:
         finally:
             self._wanted = {}
 
-    def prefetch(self, experts: Sequence[int]) -> None:
-        """Begin to read experts that the next pass is expected to choose, after all others."""
-        with self._pool._lock:
-            self._wanted = dict.fromkeys(experts, 1)
-            self._read_wanted(urgency=1)
-            self._wanted = {}
-
     def slot_of(self, expert: int) -> int:
         """Return the slot of one expert, after reading it if it is in none. Raises as `visit` does."""
         return next(slot for _, slot in self.visit({expert: 1}))
 
-    def _read_wanted(self, urgency: int = 0) -> None:
+    def _read_wanted(self) -> None:
         """Begin to read wanted experts that are in no slot, as long as slots are free for them. The pool's lock is held."""
         missing = [expert for expert in self._wanted if expert not in self.ready and expert not in self.reading]
         for expert in missing if self._pool.is_usable else ():
@@ -362,4 +352,4 @@ class LayerSlots:
                 self._free.append(self.ready.pop(victim))
             self.reading[expert] = slot = self._free.pop()
             read = _Read(self, expert, slot, len(self._places[expert]))
-            self._pool._put(read, self._places[expert], urgency)
+            self._pool._put(read, self._places[expert])

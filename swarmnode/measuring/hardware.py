@@ -154,10 +154,10 @@ class Hardware:
         part = None if draft is None or head is not None else _draft_part(devices[:1], draft, config)
         if part is not None:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
-        tier = None
+        found: tuple[ExpertTier, UnitSizes] | None = None
         if isinstance(checkpoint, Checkpoint) and not trains and products != PLAIN and config.expert_disk == AUTO:
-            tier = _expert_tier(checkpoint, sizes, lent, config, needed_units)
-        tier, sizes = tier or (None, sizes)
+            found = _expert_tier(checkpoint, sizes, lent, config, needed_units)
+        tier, sizes = found or (None, sizes)
         hardware = cls(
             lent,
             dtype,

@@ -106,16 +106,6 @@ def test_a_pass_that_ends_early_leaves_the_slots_usable(make: Make) -> None:
     assert [expert for expert, _ in layer.visit({9: 1})] == [9]
 
 
-def test_an_expert_that_is_expected_is_read_before_it_is_asked_for(make: Make) -> None:
-    slots = make(2, {})
-    (layer,) = slots.layers
-    layer.prefetch([3])
-    list(layer.visit({3: 1}))
-    assert (slots.reads, slots.hits) == (1, 0), "one read serves both, and was on its way"
-    layer.prefetch([3])
-    assert slots.reads == 1
-
-
 def test_a_matrix_is_read_in_pieces(tmp_path: Path) -> None:
     path, size = tmp_path / "large.bin", 3 * PIECE_BYTES + 5
     content = os.urandom(PAGE + size + 100)

@@ -262,6 +262,7 @@ class SlotStack(PackedStack):
     def __init__(self, matrices: Sequence[PackedWeight], pool: ExpertSlots, layer: LayerSlots) -> None:
         super().__init__(matrices)
         self.shape = torch.Size((layer.experts, *matrices[0].shape))
+        self.stacks: list[Any] = []  # a graph's products choose among all experts by their numbers
         self.pool, self.layer = pool, layer
 
     def __getitem__(self, number: Any) -> PackedWeight:
@@ -287,7 +288,7 @@ def experts_one_by_one(
     numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
     inputs = dict(zip(numbers, hidden_states[order_S // top_k_index.shape[1]].split(counts), strict=True))
     on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
-    visits = ((number, -1) for number in numbers)
+    visits: Iterator[tuple[int, int]] = ((number, -1) for number in numbers)
     if on_disk is not None:
         visits = on_disk.layer.visit(dict(zip(numbers, counts, strict=True)), top_k_index.shape[1])
     outputs: dict[int, Tensor] = {}
