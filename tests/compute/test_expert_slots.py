@@ -179,7 +179,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def conversation(span: ModelSpan) -> list[Tensor]:
     """Return the logits of two sessions: a prompt, company, a wrong guess that is taken back, and a replay of the text."""
-    runner, found = StageRunner(span, RunnerConfig(cache_bytes=1 << 22)), []
+    runner, found = StageRunner(span, RunnerConfig(cache_bytes=1 << 22)), list[Tensor]()
     ids_BT = torch.arange(60)[None] * 7 % 251
 
     def run(*works: StepInput) -> None:
