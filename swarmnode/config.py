@@ -165,6 +165,7 @@ class StageConfig:
     memory_bytes: Size = Size()  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
+    expert_disk: str = "auto"  # experts that do not fit stay on the disk; off: only layers that fit whole are held
     max_cache_tokens: int = 262_144
     compress: str = (
         "auto"  # codec of tensors between stages in training: auto, a codec, or a top-k rule; a run may override it
@@ -217,6 +218,7 @@ class StageConfig:
             ("--kv", self.kv, KV_FORMS),
             ("--compress", self.compress, COMPRESSIONS),
             ("--capture", self.capture, CAPTURES),
+            ("--expert-disk", self.expert_disk, CAPTURES),
         ):
             if text not in choices:
                 raise UsageError(f"{option} {text}: choose {', '.join(choices)}")

@@ -137,6 +137,12 @@ class CheckpointError(LocalError):
     remedy = "Fetch the checkpoint again, or ask its owner: files are missing or changed, or the model cannot be split."
 
 
+class WeightsLost(CheckpointError):
+    """Weights that are read while a node computes cannot be read any more, or were changed: it cannot go on serving its layers."""
+
+    remedy = "Start the node again: it checks its files, and fetches what is damaged. Leave the model's files alone while it runs."
+
+
 class NotFinite(SwarmnodeError):
     """Training met NaN or infinity at `unit`. The step is not committed, so the last good one stands."""
 

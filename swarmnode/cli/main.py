@@ -122,8 +122,8 @@ TABLE = CommandTable(
     topics={  # NAME@COMMAND: of that command only
         "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units "
         "bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
-        "This machine": "memory disk device threads cpu-share nice idle-disk max-upload max-download max-gpu-temperature "
-        "max-gpu-power",
+        "This machine": "memory disk expert-disk device threads cpu-share nice idle-disk max-upload max-download "
+        "max-gpu-temperature max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "
         "max-gpu-memory max-gpu-load notify max-age",
         "Text": "system ids max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "

@@ -31,7 +31,7 @@ from collections.abc import Callable, Generator, Iterable
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from swarmnode.errors import ExecutorDied, SwarmnodeError
+from swarmnode.errors import ExecutorDied, SwarmnodeError, WeightsLost
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,14 @@ DEVICE_FAULTS = ("CUDA error", "HIP error")  # how the texts of such RuntimeErro
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Return whether the device is lost to this process, for example after a failed assertion on a card.
+    """Return whether the device, or the weights that it computes with, are lost to this process, for example after a failed
+    assertion on a card.
 
     Call it on the thread that met the error. A card reports its faults late: the next launch or wait fails, and not always with
     a text that says so. So after any other error this waits for the card.
     """
+    if isinstance(error, WeightsLost):
+        return True
     if any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__):  # torch 2.8 and later
         return True
     if isinstance(error, RuntimeError) and str(error).startswith(DEVICE_FAULTS):

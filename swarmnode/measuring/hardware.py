@@ -25,6 +25,7 @@ from swarmnode.compute.capacity.capacity import (
     unit_sizes,
     units_that_fit,
 )
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, expert_tier
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
@@ -86,6 +87,7 @@ class Hardware:
     draft: DraftPart | None = None  # on the first device, if this node holds the first layers
     head: HeadPart | None = None  # guesses at this node, if it holds the last layers
     advice: str = ""  # what a missing package would gain, and the command that installs it
+    tier: ExpertTier | None = None  # of a mixture whose experts do not all fit; `sizes` are those of memory alone
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -100,6 +102,7 @@ class Hardware:
         host: MemoryLedger | None = None,
         clock: Clock = MACHINE_CLOCK,
         draft: Checkpoint | None = None,
+        needed_units: int | None = None,
     ) -> Hardware:
         """Determine the capacity of the devices, and set the limit of the `host` ledger, which is also the device's if that is the
         CPU.
@@ -111,6 +114,7 @@ class Hardware:
             host: The ledger of the host's memory.
             clock: For the throttles of the devices.
             draft: Model whose texts are guesses, or EAGLE head. Its memory is not available to layers.
+            needed_units: Number of layers that this machine should hold even if some experts then stay on its disk; None: all.
 
         Raises:
             UsageError: An option is not valid, or not for this kind of model.
@@ -152,6 +156,10 @@ class Hardware:
         if part is not None:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
         narrow = not isinstance(checkpoint, GraphCheckpoint) and checkpoint.family.bottleneck is not None
+        found: tuple[ExpertTier, UnitSizes] | None = None
+        if isinstance(checkpoint, Checkpoint) and not trains and products != PLAIN and config.expert_disk == AUTO:
+            found = _expert_tier(checkpoint, sizes, lent, config, needed_units)
+        tier, sizes = found or (None, sizes)
         hardware = cls(
             lent,
             dtype,
@@ -168,6 +176,7 @@ class Hardware:
             draft=part,
             head=head,
             advice=advice,
+            tier=tier,
         )
         if hardware.capacity_units == 0:
             raise LocalError(
@@ -223,13 +232,19 @@ class Hardware:
             "units": self.capacity_units,
             "of": len(self.sizes.weight_bytes),
             "packed": self.products != PLAIN,
+            "experts": None if self.tier is None else {"slots": self.tier.slots, "of": self.tier.experts},
         }
 
     @property
     def holds(self) -> str:
         """Text like "its 12 GB hold 31 of 50 layers, packed"."""
-        packed = "" if self.products == PLAIN else ", packed"
+        packed = ("" if self.products == PLAIN else ", packed") + self.experts_in_memory
         return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
+
+    @property
+    def experts_in_memory(self) -> str:
+        """Text like ", with 9 of 32 experts of each"; empty if all are in memory."""
+        return "" if self.tier is None else f", with {self.tier.slots} of {self.tier.experts} experts of each"
 
     @cached_property
     def capacity_units(self) -> int:
@@ -375,6 +390,20 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     for device in devices:
         _lent_bytes(device, config)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
+
+
+def _expert_tier(
+    checkpoint: Checkpoint,
+    sizes: UnitSizes,
+    lent: Sequence[LentDevice],
+    config: StageConfig,
+    needed_units: int | None,
+) -> tuple[ExpertTier, UnitSizes] | None:
+    """Return how many experts lie in memory, and the sizes of the units with them; None if all do, or cards compute."""
+    if len(lent) != 1 or lent[0].device.kind != "cpu":
+        return None
+    needed = len(sizes.weight_bytes) if needed_units is None else needed_units
+    return expert_tier(checkpoint, sizes, lent[0].memory_bytes, config.cache_tokens, needed)
 
 
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:

@@ -94,6 +94,10 @@ EXPERTS = _counter(
     "span",
     "by",
 )
+EXPERT_READS = _counter(
+    "expert_reads", "Experts that passes found in memory (hit), and those that were read from the disk.", "span", "by"
+)
+EXPERT_READ_BYTES = _counter("expert_read_bytes", "Bytes of experts that were read from the disk.", "span")
 # Tuning: of a stage that lends itself to adapters of others
 TUNED_ADAPTERS = _gauge("tuned_adapters", "Adapters of other peers that are being tuned here.", "span")
 TUNING_SECONDS = _counter("tuning_seconds", "Time in which the device tuned adapters of other peers.", "span")

@@ -384,7 +384,7 @@ class Node:
 
             place = training_placement(host, hardware, self.config.place)
         else:
-            place = Placement(host, hardware.capacity_units, self.config.place)
+            place = Placement(host, hardware.capacity_units, self.config.place, room=hardware.experts_in_memory)
         workplace = StageResources(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
@@ -406,7 +406,11 @@ class Node:
 
             index = self.config.host.home / DRAFT_FOLDER
             draft = await asyncio.to_thread(open_draft, stage.draft_model, index, outline)
-        hardware = self._hardware = await asyncio.to_thread(probe, outline, stage, draft=draft)
+        needed = self.config.span and self.config.span.units
+        if needed is None:  # layers that no other machine holds
+            others = [peer for peer in host.directory.peers().values() if peer.peer != host.peer_id]
+            needed = sum(not any(peer.holds(unit) for peer in others) for unit in range(manifest.model.units))
+        hardware = self._hardware = await asyncio.to_thread(probe, outline, stage, draft=draft, needed_units=needed)
         paced = [lent.throttle for lent in hardware.lent]
         self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(self._guard.close)
@@ -415,6 +419,10 @@ class Node:
         machine = hardware.machine(self.config.host.home)
         found = f"This machine: {hardware.description}, {machine['cpu_cores']} cores; {hardware.holds}"
         self._tell("machine", found, **machine)
+        if hardware.tier is not None:
+            self._tell(
+                "experts", f"Experts: {hardware.tier}. The others are read from the disk", **hardware.tier.facts()
+            )
         if hardware.advice:
             self._tell("advice", hardware.advice, advice=hardware.advice)
         return hardware

@@ -99,15 +99,21 @@ class _Wish:
 
 class Placement:
     """Placement decisions of one node, from the directory alone. `capacity_units` is the number of layers that fit into its
-    memory."""
+    memory, `room` what else `swarmnode why` says of them."""
 
     def __init__(
-        self, host: Host, capacity_units: int, config: PlacementConfig, rule: PlacementRule = BY_THROUGHPUT
+        self,
+        host: Host,
+        capacity_units: int,
+        config: PlacementConfig,
+        rule: PlacementRule = BY_THROUGHPUT,
+        *,
+        room: str = "",
     ) -> None:
         self.config = config
         self._rule = rule
         self._host = host
-        self._capacity_units = capacity_units
+        self._capacity_units, self._room = capacity_units, room
         self._clock = host.clock.monotonic
         self._hysteresis = Hysteresis()
         self._wish: _Wish | None = None
@@ -142,7 +148,7 @@ class Placement:
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
         view = self._view()
-        room = f"its memory holds {self._capacity_units} of {view.units} layers"
+        room = f"its memory holds {self._capacity_units} of {view.units} layers{self._room}"
         self._record(view, f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim, room)
         return claim
 

@@ -260,6 +260,10 @@ class ServingStage(Stage):
             yield Reading(table.SPEED, part.speeds.decode_units_per_s, (label,))
             yield Reading(table.EXPERTS, experts.text, (label, "text"))
             yield Reading(table.EXPERTS, experts.guesses, (label, "guesses"))
+            if (slots := part.span.experts_on_disk) is not None:
+                yield Reading(table.EXPERT_READS, slots.hits, (label, "hit"))
+                yield Reading(table.EXPERT_READS, slots.reads, (label, "read"))
+                yield Reading(table.EXPERT_READ_BYTES, slots.read_bytes, (label,))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
@@ -318,6 +322,7 @@ async def _load_part(
         dtype=hardware.dtype,
         quantize=hardware.quantize,
         products=hardware.products,
+        expert_slots=0 if hardware.tier is None else hardware.tier.slots,
     )
     undo.callback(span.close)
     if hardware.head is not None and span.has_head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.compute import expert_slots
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
+from swarmnode.compute.expert_slots import buffer_bytes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
@@ -23,6 +27,7 @@ from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageErr
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
+from swarmnode.metrics import table
 from swarmnode.node.description import measured
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
 from swarmnode.swarm.storage.content import PACKED_NAME
@@ -150,7 +155,9 @@ async def test_memory_is_the_packed_bytes(packed: Packed, tmp_path: Path) -> Non
         assert held <= weights_bytes(member) < 1.1 * held
         hardware, room = member.node._hardware, measured(member.node._hardware, None)["room"]
         assert hardware is not None and sum(hardware.sizes.weight_bytes) == held
-        assert room == {"units": 4, "of": 4, "packed": True} and hardware.holds.endswith("hold 4 of 4 layers, packed")
+        assert room == {"units": 4, "of": 4, "packed": True, "experts": None} and hardware.holds.endswith(
+            "hold 4 of 4 layers, packed"
+        )
     async with swarm_of(packed, tmp_path / "plain", {"a": "0:4"}, products="plain") as (swarm, client):
         assert weights_bytes(swarm.members["a"]) > 4 * held
         assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
@@ -167,6 +174,51 @@ async def test_it_says_how_many_layers_its_memory_holds(packed: Packed, tmp_path
         assert member.node._host is not None
         claimed = [one for one in member.node._host.decisions.about("0") if one.what.startswith("takes layers")]
         assert "its memory holds 4 of 4 layers" in claimed[-1].facts
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Packed:
+    (tmp_path / "model").mkdir()
+    return Packed(tmp_path / "model", partial(save_moe_gguf, experts=16))
+
+
+@in_virtual_time
+async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fits(
+    mixture: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)  # buffers smaller than the tiny model
+    packed = mixture
+    sizes = unit_sizes(Checkpoint(packed.folder), dtype=torch.float32, keeps_packed=True)
+    expert_bytes = 3 * 64 * 128 // 32 * 18
+    need_bytes = sizes.need_bytes(0, UNITS, 512) - 2 * (16 - 5) * expert_bytes
+    memory_bytes = limit_bytes_for(need_bytes) + buffer_bytes(expert_bytes // 3)
+    async with VirtualSwarm(tmp_path / "swarm") as swarm:
+        invite = swarm.create(packed.source).invite
+        await swarm.bootstrap()
+        stage = {"swarm": invite, "dtype": "float32", "memory_bytes": memory_bytes, "cache_tokens": 512}
+        small = swarm.node("small", **stage)
+        assert "memory for 5 of 16 experts a layer" in (await small.wait_for("experts"))["text"]
+        await small.wait_for("ready")
+        assert small.node._host is not None
+        claimed = [one for one in small.node._host.decisions.about("0") if one.what.startswith("takes layers")]
+        assert "its memory holds 4 of 4 layers, with 5 of 16 experts of each" in claimed[-1].facts
+        async with swarm.client() as client:
+            await sees_ready(client, 1)
+            assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+            read = {one.labels[-1]: one.value for one in small.node.readings() if one.metric is table.EXPERT_READS}
+            assert read.keys() == {"hit", "read"} and min(read.values()) > 0
+            others = [swarm.node("large", "0:4", swarm=invite, dtype="float32"), swarm.node("part", **stage)]
+            for other in others:
+                await other.wait_for("ready")
+                assert other.node._hardware is not None and other.node._hardware.tier is None
+            await sees_ready(client, 3)
+            stream = await client.stream(PROMPT, max_new_tokens=NEW)
+            count = 0
+            async for _token in stream:
+                count += 1
+                if count == NEW // 2:
+                    await swarm.member(stream.result.route[0].peer).kill()
+            assert stream.result.ids == packed.plain.alone(PROMPT, NEW) and stream.result.reroutes >= 1
 
 
 @in_virtual_time

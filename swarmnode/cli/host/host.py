@@ -172,9 +172,9 @@ def host(
     doors: HostBootstrapOptions,
     node: Annotated[
         NodeOptions,
-        "memory_bytes max_cache_bytes max_upload_bps max_download_bps share hours days only_idle_s exclusive max_others_load "
-        "max_memory_pressure on_mains monthly_bytes month_day unmetered max_others_gpu_bytes max_others_gpu_load rules_file "
-        "max_celsius max_watts device quantize kv nat_port_map direct lan",
+        "memory_bytes max_cache_bytes expert_disk max_upload_bps max_download_bps share hours days only_idle_s exclusive "
+        "max_others_load max_memory_pressure on_mains monthly_bytes month_day unmetered max_others_gpu_bytes max_others_gpu_load "
+        "rules_file max_celsius max_watts device quantize kv nat_port_map direct lan",
     ],
     page: PageOptions,
     owner: NewOwnerOptions,

@@ -256,6 +256,12 @@ class NodeOptions:
         "Disk space to lend; default: most of the free space.",
         "--disk",
     )
+    expert_disk: str = option(
+        "auto",
+        "Of a mixture of experts in a GGUF file, hold layers whose experts do not all fit into --memory, and read the missing ones "
+        "from the disk, if no other machine has these layers. off: hold only layers that fit.",
+        metavar="auto|off",
+    )
     weights: tuple[Path, ...] | None = option(
         None,
         "Copy the weights from this file or folder where they are right; auto: from the caches of Ollama, LM Studio, llama.cpp "

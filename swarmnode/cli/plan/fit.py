@@ -281,6 +281,8 @@ def fit(
     for advice in dict.fromkeys(row["advice"] for row in rows if row["advice"]):
         say(advice)
     for row in rows:
+        if row["experts"]:
+            say(f"One machine alone, {row['precision']}: {row['experts']['says']}.")
         if row["expert_group"]:
             say(f"Experts in {row['precision']}: {row['expert_group']['says']}.")
     for model, forms in {row["model"]: row["between_stages"] for row in rows if row["between_stages"]}.items():
@@ -324,6 +326,7 @@ def _rows(
     from swarmnode.founding.model_source import outline
     from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
     from swarmnode.plan import cost as plan
+    from swarmnode.plan.audits import PACKED
 
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
@@ -349,11 +352,29 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
+            "experts": _experts(source, sizes, room_bytes, rate)
+            if precision == PACKED and device.kind == "cpu"
+            else None,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
             "between_stages": _between_stages(source)
             if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
             else None,
         }
+
+
+def _experts(source: Checkpoint | Graph, sizes: UnitSizes, room_bytes: int, rate: float) -> dict[str, object] | None:
+    """Return what one machine does that keeps experts on its disk, and how fast; None if the model is no mixture, or fits."""
+    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S, expert_tier
+    from swarmnode.compute.model.checkpoint import Checkpoint
+
+    units = len(sizes.weight_bytes)
+    found = expert_tier(source, sizes, room_bytes, CACHE_TOKENS, units) if isinstance(source, Checkpoint) else None
+    if found is None:
+        return None
+    tier, _ = found
+    speed = 1 / tier.token_s(rate)
+    disk = f"with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
+    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, about {speed:.2g} tokens/s {disk}"}
 
 
 def _expert_group(

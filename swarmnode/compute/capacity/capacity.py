@@ -192,6 +192,7 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
     `few` measures only some layers in the middle and assumes that all take as long, for a result that will not hold for long.
     """
     start, end = runner.span.start, runner.span.end
+    runner_units = end - start
     if few and end - start > FEW_UNITS:
         start = (start + end - FEW_UNITS) // 2
         end = start + FEW_UNITS
@@ -210,7 +211,13 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
         chunk_s = best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
     finally:
         runner.close(PROBE_SESSION)
-    pair_units_per_s = 2 * units / pair_s if pair_s else 0.0
+    # The same positions again and again find their experts in memory: a text would not.
+    slots = runner.span.experts_on_disk
+    step_s, pair_s, chunk_s = (
+        taken_s + (0.0 if slots is None else slots.expected_wait_s(count) * units / runner_units)
+        for taken_s, count in ((step_s, 1), (pair_s, 2), (chunk_s, positions))
+    )
+    pair_units_per_s = 2 * units / pair_s if positions > 1 else 0.0
     return Speeds(units / step_s, units * positions / chunk_s, pair_units_per_s=pair_units_per_s)
 
 

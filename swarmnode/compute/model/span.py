@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from swarmnode.compute.expert_slots import ExpertSlots
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.attention import SameBits, attend_by_position, attends_by_position
@@ -25,7 +26,15 @@ from swarmnode.compute.model.quantised_weights import plain_slices, read_quantis
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.traced_model import CACHE_ARGUMENT, suit_cache
 from swarmnode.compute.packing.card_matrix import working_bytes
-from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.packing.packed_weight import (
+    ONE_BY_ONE,
+    PackedStack,
+    PackedWeight,
+    SlotStack,
+    held_by,
+    read_slots,
+    read_weights,
+)
 from swarmnode.compute.packing.quantize import Quantization
 from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError
@@ -114,6 +123,11 @@ class ModelSpan:
         """Whether the span has the model's head, and so returns logits."""
         return self.end == self.family.units
 
+    @cached_property
+    def experts_on_disk(self) -> ExpertSlots | None:
+        """Slots of experts that are read from the disk when they are needed; None if all weights are in memory."""
+        return next((weight.pool for weight in held_by(self.model) if isinstance(weight, SlotStack)), None)
+
     def move_to(self, device: torch.device) -> None:
         """Move the weights to another device. Quantised weights cannot be moved."""
         self.model.to(device)
@@ -131,6 +145,7 @@ class ModelSpan:
         if self.quantization is not None:
             return size + self.quantization.bytes_after + sum(int(t.nbytes) for t in tensors if t.is_floating_point())
         held_bytes = sum(weight.nbytes for weight in held_by(self.model))
+        held_bytes += 0 if self.experts_on_disk is None else self.experts_on_disk.buffer_bytes
         return size + held_bytes + packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors)
 
     @property
@@ -166,6 +181,8 @@ class ModelSpan:
     def close(self) -> None:
         """Free the memory of the weights at once. The span cannot run afterwards."""
         self.adapters.clear()
+        if self.experts_on_disk is not None:
+            self.experts_on_disk.close()
         if self.reader is not None:
             self.reader.close()
         for module in list(self.model.modules()):
@@ -279,11 +296,12 @@ def load_model(
     dtype: torch.dtype | str,
     products: str = PLAIN,
     packed_on: torch.device | str = "cpu",
+    expert_slots: int = 0,
 ) -> Any:
     """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
 
     Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, on device `packed_on`, and multiply
-    exactly or fast.
+    exactly or fast. Of a layer's packed experts `expert_slots` lie in memory, and others are read when they are needed; 0: all do.
 
     Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
     """
@@ -297,7 +315,11 @@ def load_model(
     slices = checkpoint.read_slices(entries.keys() - packed.keys())
     device = torch.device(packed_on)
     embedding = f"{family.input_embedding}.weight"
-    held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)
+    on_disk = {name: entry for name, entry in packed.items() if expert_slots and entry.is_stack}
+    in_memory = {name: entry for name, entry in packed.items() if name not in on_disk}
+    held: Packed = read_weights(in_memory, wanted, exact=products == EXACT, looked_up=embedding, device=device)
+    if on_disk:
+        held = {**held, **read_slots(on_disk, expert_slots, wanted, exact=products == EXACT)}
     quantised = checkpoint.quantised
     if quantised is not None and products != PLAIN:
         slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
@@ -308,4 +330,6 @@ def load_model(
         products == FAST and held and device.type == "cpu" and not family.keeps_states
     ):  # states have other bits in chunks
         attend_by_position(model)
+    if on_disk:
+        model.config._experts_implementation = ONE_BY_ONE
     return model

@@ -222,14 +222,26 @@ class GgmlMatrix:
         self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
         kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
-        if self.order is not None:
-            packed_OB, ggml = packed_OB.contiguous(), library()
-            assert ggml is not None
-            with _interleaved_tensor(ggml, form, self.outputs, inputs) as (tensor, base):
-                ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
-                ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
-        elif not kept:
+        if not kept:
+            self.refill(packed_OB)
+
+    @classmethod
+    def slot(cls, memory_B: Tensor, form: Format, outputs: int, inputs: int, *, exact: bool) -> GgmlMatrix:
+        """Return a matrix in `memory_B` (uint8, at an address that ggml accepts), whose values `refill` writes."""
+        matrix = cls(memory_B.view(outputs, -1), form, inputs, exact=exact, looked_up=True)
+        matrix.order = None if exact else _interleaving(form, outputs, inputs)
+        return matrix
+
+    def refill(self, packed_OB: Tensor) -> None:
+        """Take the values of other packed rows (O, bytes), in the order in which this matrix keeps them."""
+        if self.order is None:
             self._memory.copy_(packed_OB.reshape(-1))
+            return
+        packed_OB, ggml = packed_OB.contiguous(), library()
+        assert ggml is not None
+        with _interleaved_tensor(ggml, self.form, self.outputs, self.inputs) as (tensor, base):
+            ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+            ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
 
     @property
     def has_rows(self) -> bool:

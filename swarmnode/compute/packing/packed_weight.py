@@ -8,6 +8,8 @@ The forward product of a frozen layer may be any kernel. Its gradient with regar
 
 from __future__ import annotations
 
+import functools
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.device import trim_heap
+from swarmnode.compute.expert_slots import ByteRange, ExpertSlots, LayerSlots
 from swarmnode.compute.packing.card_matrix import CardMatrix
-from swarmnode.compute.packing.ggml import FORMATS
+from swarmnode.compute.packing.ggml import ALIGNMENT, FORMATS, aligned, check_finite
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
 from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
@@ -26,6 +29,7 @@ Block = tuple[slice, slice, Tensor]
 """Outputs, inputs, and values of a part of a matrix (O, I)"""
 Blocks = Callable[[], Iterator[Block]]
 
+ONE_BY_ONE = "one_by_one"  # the implementation of experts that takes one expert's matrices at a time
 TILE = 256  # rows or columns of a matrix that are read at a time
 
 
@@ -266,6 +270,119 @@ class PackedStack(_StandIn):
         return len(self._matrices)
 
 
+class SlotStack(PackedStack):
+    """Matrices (N, O, I) of a layer's N experts that stay packed: some lie in slots of memory, and all in a file. `matrices` are
+    those of the slots of `layer`, in whose `pool` all layers' are."""
+
+    def __init__(self, matrices: Sequence[PackedWeight], pool: ExpertSlots, layer: LayerSlots) -> None:
+        super().__init__(matrices)
+        self.shape = torch.Size((layer.experts, *matrices[0].shape))
+        self.stacks: list[Any] = []  # a graph's products choose among all experts by their numbers
+        self.pool, self.layer = pool, layer
+
+    def __getitem__(self, number: Any) -> PackedWeight:
+        """Return the matrix of one expert, after reading it if it is in no slot."""
+        return self._matrices[self.layer.slot_of(int(number))]
+
+    def in_slot(self, slot: int) -> PackedWeight:
+        """Return the matrix in a slot."""
+        return self._matrices[slot]
+
+
+def experts_one_by_one(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+) -> Tensor:
+    """Return the weighted sums (N, H) of the experts that each row of `top_k_index` (N, K) chooses, one choice after the other.
+
+    It is an implementation for transformers' experts interface: `self` is the family's module of all experts, whose matrices are in
+    packed stacks. Experts in memory are computed while others are read. The order has no influence on a bit.
+    """
+    first, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    chosen_S = top_k_index.reshape(-1)
+    order_S = chosen_S.argsort(stable=True)
+    numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
+    inputs = dict(zip(numbers, hidden_states[order_S // top_k_index.shape[1]].split(counts), strict=True))
+    on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
+    visits: Iterator[tuple[int, int]] = ((number, -1) for number in numbers)
+    if on_disk is not None:
+        visits = on_disk.layer.visit(dict(zip(numbers, counts, strict=True)), top_k_index.shape[1])
+    outputs: dict[int, Tensor] = {}
+    for number, slot in visits:
+        matrix, down_matrix = (
+            stack.in_slot(slot) if isinstance(stack, SlotStack) else stack[number] for stack in (first, down)
+        )
+        x = _times(inputs[number], matrix, is_transposed=self.is_transposed)
+        if self.has_bias:
+            x = x + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[number]
+        x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+        x = _times(x, down_matrix, is_transposed=self.is_transposed)
+        outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
+    results_SH = torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
+    if self.has_post_expert_norm:
+        results_SH = self.post_expert_norm(results_SH)
+    parts = (results_SH * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
+    return functools.reduce(torch.add, parts).to(hidden_states.dtype)
+
+
+def _times(x: Tensor, weight: PackedWeight | Tensor, *, is_transposed: bool) -> Tensor:
+    """Return (R, O) for x (R, I)."""
+    if isinstance(weight, PackedWeight) and not x.requires_grad:
+        return weight.multiply(x).to(x.dtype)
+    return x @ weight if is_transposed else functional.linear(x, weight)  # type: ignore[operator,arg-type]
+
+
+def read_slots(
+    entries: Mapping[str, TensorEntry], slots: int, dtype: torch.dtype, *, exact: bool
+) -> dict[str, SlotStack]:
+    """Return the stacks of these experts' packed tensors (N, O, I), by the names of their parameters, with memory for `slots`
+    experts of each layer; nothing is read yet.
+
+    Raises CheckpointError if a file cannot be opened, or a layer's tensors have unlike numbers of experts.
+    """
+    layers: dict[str, dict[str, list[TensorEntry]]] = {}
+    for name, parts in parts_by_parameter(entries).items():
+        layers.setdefault(name.rpartition(".")[0], {})[name] = parts
+    places: list[list[list[ByteRange]]] = []
+    matrices: list[list[list[GgmlMatrix]]] = []  # of each layer by number of the matrix in an expert, and by slot
+    for layer, parameters in layers.items():
+        each = [part for parts in parameters.values() for part in parts]
+        if len({part.shape[0] for part in each}) > 1:
+            raise CheckpointError(f"{each[0].file}: the tensors of {layer} have unlike numbers of experts")
+        places.append([[_expert_range(part, number) for part in each] for number in range(each[0].shape[0])])
+        matrices.append([_slot_matrices(part, min(slots, part.shape[0]), exact=exact) for part in each])
+
+    def fill(layer: int, slot: int, number: int, memory: mmap.mmap, begin: int) -> None:
+        matrix = matrices[layer][number][slot]
+        packed_B = torch.frombuffer(memory, dtype=torch.uint8, count=matrix.nbytes, offset=begin)
+        check_finite(packed_B, matrix.form, "an expert")
+        matrix.refill(packed_B.view(matrix.outputs, -1))
+
+    pool = ExpertSlots(places, slots, fill)
+    stacks: dict[str, SlotStack] = {}
+    for layer_slots, by_part, parameters in zip(pool.layers, matrices, layers.values(), strict=True):
+        of_parts = iter(by_part)
+        for name, parts in parameters.items():
+            per_slot = zip(*(next(of_parts) for _ in parts), strict=True)
+            stacks[name] = SlotStack([PackedWeight(some, dtype) for some in per_slot], pool, layer_slots)
+    return stacks
+
+
+def _expert_range(entry: TensorEntry, number: int) -> ByteRange:
+    """Return the place of one expert's matrix in the tensor of all experts of its layer."""
+    size = entry.nbytes // entry.shape[0]
+    return ByteRange(entry.file, entry.begin + number * size, entry.begin + (number + 1) * size)
+
+
+def _slot_matrices(entry: TensorEntry, slots: int, *, exact: bool) -> list[GgmlMatrix]:
+    """Return one matrix of a tensor's shape (N, O, I) for each slot, in one memory."""
+    form, (experts, outputs, inputs) = FORMATS[entry.dtype], entry.shape
+    size = entry.nbytes // experts
+    stride = size + -size % ALIGNMENT
+    memory_B = aligned(slots * stride)
+    parts = (memory_B[slot * stride : slot * stride + size] for slot in range(slots))
+    return [GgmlMatrix.slot(part_B, form, outputs, inputs, exact=exact) for part_B in parts]
+
+
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return (..., O) for x (..., I), in the dtype of x."""
 
@@ -332,7 +449,10 @@ def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
     Raises CheckpointError if one has another shape than its parameter.
     """
     if any(isinstance(weight, PackedStack) for weight in packed.values()):
-        model.config._experts_implementation = "eager"  # the only one that takes one expert's matrix at a time
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(ONE_BY_ONE, experts_one_by_one)
+        model.config._experts_implementation = ONE_BY_ONE
     tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
     for name, weight in {**packed, **tied}.items():
         module_name, _, parameter = name.rpartition(".")

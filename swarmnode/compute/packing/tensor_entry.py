@@ -54,6 +54,11 @@ class TensorEntry:
         return self.is_gguf or self.values is not None
 
     @property
+    def is_stack(self) -> bool:
+        """Whether the tensor has one matrix for each expert of a layer."""
+        return len(self.shape) == 3
+
+    @property
     def elements(self) -> int:
         """Number of elements, of a quantised tensor those of the parameter that it stands for."""
         return math.prod(self.shape) if self.values is None else self.values

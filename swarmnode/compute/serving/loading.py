@@ -44,6 +44,7 @@ def load_span(
     dtype: torch.dtype | str = "auto",
     quantize: str = "none",
     products: str = PLAIN,
+    expert_slots: int = 0,
     check: bool = True,
 ) -> ModelSpan:
     """Load layers [start, end) of a checkpoint onto a device, ready to run.
@@ -58,6 +59,7 @@ def load_span(
         dtype: Dtype to compute in; "auto" is the checkpoint's own.
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
         products: Kind of products of packed weights: "plain" dequantises them, "exact" and "fast" keep them packed.
+        expert_slots: Number of each layer's packed experts that have room in memory; others are read when they are needed. 0: all.
         check: Try the family on a tiny model first (some 0.3 s, once per process).
 
     Returns:
@@ -71,7 +73,9 @@ def load_span(
     if check or family.keeps_states:
         check_family(family)
     device = torch.device(device)
-    model = load_model(checkpoint, start, end, dtype=dtype, products=products, packed_on=device)
+    model = load_model(
+        checkpoint, start, end, dtype=dtype, products=products, packed_on=device, expert_slots=expert_slots
+    )
     stack = model.get_submodule(family.stack_name)
     quantization = (
         quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None

@@ -1,0 +1,100 @@
+"""Tiers of a mixture's weights: how many experts of a layer lie in memory if the others stay on the disk, and how fast that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swarmnode.compute.capacity.capacity import UnitSizes, most_anywhere
+from swarmnode.compute.expert_slots import buffer_bytes, expected_hits
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.packing.tensor_entry import TensorEntry
+from swarmnode.counting import format_bytes
+
+DISK_BYTES_PER_S = 1e9  # assumed unless reads were measured
+_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def active_experts(config: Any) -> int:
+    """Return the number of a layer's experts that a token uses; 0 for a model without experts."""
+    return int(next(filter(None, (getattr(config, name, None) for name in _NAMES)), 0))
+
+
+@dataclass(frozen=True)
+class ExpertTier:
+    """Memory for `slots` experts in each of a model's `layers` with experts, whose others stay on the disk.
+
+    `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers.
+    """
+
+    layers: int
+    layer_bytes: float
+    expert_bytes: float
+    experts: int
+    active: int
+    slots: int
+
+    @property
+    def missed_bytes(self) -> float:
+        """Bytes that one token is expected to read from the disk."""
+        return self.layers * self.active * (1 - expected_hits(self.slots, self.experts)) * self.expert_bytes
+
+    def token_s(self, memory_bytes_per_s: float, disk_bytes_per_s: float = DISK_BYTES_PER_S) -> float:
+        """Return the seconds that one token is expected to take in all these layers, at the speeds of memory and disk."""
+        used_bytes = self.layers * (self.layer_bytes - (self.experts - self.active) * self.expert_bytes)
+        return used_bytes / memory_bytes_per_s + self.missed_bytes / disk_bytes_per_s
+
+    def facts(self) -> dict[str, int | float]:
+        """Return the figures of the tier, for scripts."""
+        return {
+            "layers": self.layers,
+            "layer_bytes": round(self.layer_bytes),
+            "expert_bytes": round(self.expert_bytes),
+            "experts": self.experts,
+            "slots": self.slots,
+            "hits": round(expected_hits(self.slots, self.experts), 3),
+        }
+
+    def __str__(self) -> str:
+        found = round(10 * expected_hits(self.slots, self.experts))
+        return (
+            f"{self.layers} layers of {format_bytes(self.layer_bytes)}: memory for {self.slots} of {self.experts} experts a layer, "
+            f"about {found} of 10 found there"
+        )
+
+
+def expert_tier(
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, needed_units: int
+) -> tuple[ExpertTier, UnitSizes] | None:
+    """Return the tier with the most experts in memory that lets `needed_units` layers fit into `limit_bytes`, wherever they lie,
+    and the sizes of the units with it; the smallest tier if not even that one does.
+
+    The smallest tier has room for the experts of one token. Returns None if the layers fit whole, or the model has no experts that
+    are stacked in a GGUF file.
+    """
+    stacks: dict[int, list[TensorEntry]] = {}
+    for name, entry in checkpoint.entries.items():
+        if entry.is_gguf and entry.is_stack:
+            (unit,) = checkpoint.family.units_of_tensor(name)
+            stacks.setdefault(unit, []).append(entry)
+    active = active_experts(checkpoint.config)
+    if not stacks or not active or most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units:
+        return None
+    matrices = [part.nbytes // part.shape[0] for parts in stacks.values() for part in parts]
+    room_bytes = limit_bytes - buffer_bytes(max(matrices))
+    most = max(parts[0].shape[0] for parts in stacks.values())
+
+    def with_slots(slots: int) -> UnitSizes:
+        left = list(sizes.weight_bytes)
+        for unit, parts in stacks.items():
+            left[unit] -= sum(max(0, part.shape[0] - slots) * (part.nbytes // part.shape[0]) for part in parts)
+        return replace(sizes, weight_bytes=tuple(left))
+
+    fitting = (
+        slots
+        for slots in range(most - 1, active, -1)
+        if most_anywhere(with_slots(slots), room_bytes, cache_tokens) >= needed_units
+    )
+    slots = next(fitting, min(active, most))
+    layer_bytes = sum(sizes.weight_bytes[unit] for unit in stacks) / len(stacks)
+    return ExpertTier(len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots), with_slots(slots)

@@ -1,0 +1,107 @@
+"""Tiers of a mixture's weights: what fits into memory, and sentences about it checked by arithmetic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnode.compute.capacity.capacity import most_anywhere, unit_sizes, usable_bytes
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, active_experts, expert_tier
+from swarmnode.compute.expert_slots import buffer_bytes, expected_hits
+from swarmnode.compute.packing.tensor_entry import TensorEntry
+
+LAYERS, EXPERTS, ACTIVE, HIDDEN, INNER = 36, 32, 4, 2880, 2880
+UNITS, CACHE_TOKENS = LAYERS + 2, 0
+EXPERT_BYTES = 3 * HIDDEN * INNER // 32 * 34
+LAYER_BYTES = 4096 * HIDDEN // 32 * 34 + EXPERTS * EXPERT_BYTES
+END_BYTES = 32_000 * HIDDEN // 32 * 34
+
+
+def large_mixture(experts_of: Mapping[int, int] = {}) -> Any:
+    """Return the headers of a mixture of 36 layers of some 0.9 GB in Q8_0, with an embedding and a head."""
+    entries: dict[str, TensorEntry] = {}
+
+    def add(name: str, *shape: int) -> None:
+        entries[name] = TensorEntry(Path("model.gguf"), "Q8_0", shape, 0, torch.Size(shape).numel() // 32 * 34)
+
+    add("model.embed_tokens.weight", 32_000, HIDDEN)
+    add("lm_head.weight", 32_000, HIDDEN)
+    for layer in range(LAYERS):
+        experts = experts_of.get(layer, EXPERTS)
+        add(f"model.layers.{layer}.self_attn.q_proj.weight", 4096, HIDDEN)
+        for number in range(2):
+            add(f"model.layers.{layer}.mlp.experts.gate_up_proj/{number}", experts, INNER, HIDDEN)
+        add(f"model.layers.{layer}.mlp.experts.down_proj", experts, HIDDEN, INNER)
+
+    def units_of(name: str) -> tuple[int, ...]:
+        found = re.search(r"layers\.(\d+)\.", name)
+        return (int(found[1]) + 1,) if found else (0,) if "embed" in name else (LAYERS + 1,)
+
+    family = SimpleNamespace(
+        units=UNITS, layer_count=LAYERS, units_of_tensor=units_of, planned_bytes_per_token=lambda *_: 1024
+    )
+    return SimpleNamespace(entries=entries, family=family, config=SimpleNamespace(num_experts_per_tok=ACTIVE))
+
+
+@pytest.mark.parametrize("limit_gb", [5, 7, 9, 12, 20, 28, 40])
+@pytest.mark.parametrize("needed", [UNITS, 20])
+def test_the_sentence_says_what_fits(limit_gb: int, needed: int) -> None:
+    checkpoint, limit_bytes = large_mixture(), limit_gb * 10**9
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    found = expert_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS, needed)
+    if found is None:
+        assert most_anywhere(sizes, limit_bytes, CACHE_TOKENS) >= needed
+        return
+    tier, left = found
+    told = re.fullmatch(
+        r"(\d+) layers of ([\d.]+) MB: memory for (\d+) of (\d+) experts a layer, about (\d+) of 10 found there",
+        str(tier),
+    )
+    assert told is not None, str(tier)
+    slots = int(told[3])
+    assert (int(told[1]), int(told[4])) == (LAYERS, EXPERTS)
+    assert float(told[2]) == pytest.approx(LAYER_BYTES / 1e6, rel=0.01)
+    assert int(told[5]) == round(10 * expected_hits(slots, EXPERTS))
+    assert sum(left.weight_bytes) == sum(sizes.weight_bytes) - LAYERS * (EXPERTS - slots) * EXPERT_BYTES
+
+    def need_bytes(count: int) -> int:
+        layers = min(needed, LAYERS) * (LAYER_BYTES - (EXPERTS - count) * EXPERT_BYTES)
+        return layers + (2 * END_BYTES if needed == UNITS else 0)
+
+    # As many experts as possible: one more would not fit
+    room_bytes = usable_bytes(limit_bytes - buffer_bytes(EXPERT_BYTES // 3))
+    assert ACTIVE <= slots < EXPERTS
+    assert need_bytes(slots) <= room_bytes or slots == ACTIVE
+    assert need_bytes(slots + 1) > room_bytes or slots == EXPERTS - 1
+    assert tier.facts()["slots"] == slots
+
+
+def test_a_layer_with_fewer_experts_keeps_them_all() -> None:
+    checkpoint = large_mixture({3: 5})
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    found = expert_tier(checkpoint, sizes, 12 * 10**9, CACHE_TOKENS, UNITS)
+    assert found is not None and found[0].slots > 5
+    assert found[1].weight_bytes[4] == sizes.weight_bytes[4]
+
+
+def test_dense_models_and_models_that_fit_have_no_tier() -> None:
+    checkpoint = large_mixture()
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    assert expert_tier(checkpoint, sizes, 10**12, CACHE_TOKENS, UNITS) is None
+    checkpoint.config.num_experts_per_tok = 0
+    assert active_experts(checkpoint.config) == 0
+    assert expert_tier(checkpoint, sizes, 9 * 10**9, CACHE_TOKENS, UNITS) is None
+
+
+def test_a_token_waits_for_what_is_missing() -> None:
+    tier = ExpertTier(layers=10, layer_bytes=34e6, expert_bytes=1e6, experts=32, active=4, slots=8)
+    missed = 10 * 4 * (1 - expected_hits(8, 32)) * 1e6
+    assert tier.missed_bytes == pytest.approx(missed)
+    assert tier.token_s(10e9, 1e9) == pytest.approx(10 * 6e6 / 10e9 + missed / 1e9)
+    assert expected_hits(32, 32) == expected_hits(40, 32) == 1.0
