@@ -34,7 +34,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.packing.ggml_matrix import threads
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, AttentionCache, Cohort
-from swarmnode.compute.serving.span_trace import REFUSED
+from swarmnode.compute.serving.graphs.span_trace import REFUSED
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 

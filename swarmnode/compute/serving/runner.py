@@ -26,7 +26,7 @@ from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
-from swarmnode.compute.serving.graph_passes import SpanGraphs
+from swarmnode.compute.serving.graphs.graph_passes import SpanGraphs
 from swarmnode.compute.serving.states import KEPT_INPUTS
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN

@@ -26,12 +26,12 @@ from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.packing.packed_weight import PackedWeight, hold
-from swarmnode.compute.serving import graph_passes
 from swarmnode.compute.serving.cohort import Window, sliding_layers
-from swarmnode.compute.serving.graph_passes import GRAPHS, SpanGraphs, SpareCores
+from swarmnode.compute.serving.graphs import graph_passes
+from swarmnode.compute.serving.graphs.graph_passes import GRAPHS, SpanGraphs, SpareCores
+from swarmnode.compute.serving.graphs.span_graph import SpanGraph
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.span_graph import SpanGraph
 from swarmnode.ledger import Account, MemoryLedger
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.serving.cohort import Cohort
-from swarmnode.compute.serving.span_trace import (
+from swarmnode.compute.serving.graphs.operations import (
     LATE,
     OpenSize,
     Operation,

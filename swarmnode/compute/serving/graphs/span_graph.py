@@ -35,8 +35,8 @@ from swarmnode.compute.packing.ggml import (
 from swarmnode.compute.packing.ggml_graph import F16, F32, NEOX, NUMBERS, CannotBeLowered, GraphValue
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
 from swarmnode.compute.serving.cohort import Cohort
-from swarmnode.compute.serving.graph_choices import CHOICES, ChoiceNodes
-from swarmnode.compute.serving.span_trace import (
+from swarmnode.compute.serving.graphs.graph_choices import CHOICES, ChoiceNodes
+from swarmnode.compute.serving.graphs.operations import (
     CONSTANT,
     LATE,
     Operation,
@@ -46,7 +46,7 @@ from swarmnode.compute.serving.span_trace import (
     reachable,
     sizes_of,
 )
-from swarmnode.compute.serving.torch_steps import TorchStep
+from swarmnode.compute.serving.graphs.torch_steps import TorchStep
 
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits

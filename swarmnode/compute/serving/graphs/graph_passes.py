@@ -25,8 +25,9 @@ from swarmnode.compute.executor import forget_traceback
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, Windows
-from swarmnode.compute.serving.span_graph import SpanGraph
-from swarmnode.compute.serving.span_trace import SpanTrace, trace_span
+from swarmnode.compute.serving.graphs.operations import SpanTrace
+from swarmnode.compute.serving.graphs.span_graph import SpanGraph
+from swarmnode.compute.serving.graphs.span_trace import trace_span
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.metrics.machine import cpu_seconds
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from swarmnode.compute.packing.ggml import BUFFER_AT, DATA_AT, EXTRA_AT, STRIDES_AT, Library, address_at, numbers_at
 from swarmnode.compute.packing.ggml_graph import NUMBERS, CannotBeLowered, GraphTensors, GraphValue
 from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, GgmlStack
-from swarmnode.compute.serving.span_trace import CONSTANT, LATE, Operation
+from swarmnode.compute.serving.graphs.operations import CONSTANT, LATE, Operation
 
 CHOICES = frozenset({"topk", "gather", "chosen_products", "add_chosen", "detach"})
 """Operations on whole numbers that ggml has"""
