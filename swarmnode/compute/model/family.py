@@ -279,7 +279,8 @@ def language_config(config: Any) -> Any:
         return config
     if (settings := settings_of(config)) is not None:
         text.quantization_config = settings
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is type(config):
+    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if whole.config_class is type(config):
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's class decides this by its own config
     return text
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.serving import runner as stage_runner
+from swarmnode.compute.serving import expert_counts
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 
@@ -55,10 +55,10 @@ def test_experts_of_guesses_are_those_that_no_text_chose(tmp_path: Path, monkeyp
     counted = runner.experts.text
     runner.run([StepInput(0, texts[:1, -2:], guessed=1)])
     assert runner.experts.text == counted, "only one pass in some is looked at"
-    monkeypatch.setattr(stage_runner, "EVERY", 2)
+    monkeypatch.setattr(expert_counts, "EVERY", 2)
     runner.run([StepInput(0, texts[:1, -2:], guessed=1)])
     assert runner.experts.text > counted
 
 
 def test_a_model_without_experts_counts_none() -> None:
-    assert not stage_runner.ExpertCounts(torch.nn.Linear(1, 1)).is_due()
+    assert not expert_counts.ExpertCounts(torch.nn.Linear(1, 1)).is_due()

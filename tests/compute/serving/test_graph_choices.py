@@ -15,7 +15,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight
-from swarmnode.compute.serving import runner as stage_runner
+from swarmnode.compute.serving import expert_counts
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, StepInput
 from swarmnode.errors import CheckpointError
@@ -151,7 +151,7 @@ def test_choices_in_a_graph_are_counted_as_torchs(tmp_path: Path) -> None:
         runner.run([StepInput(0, ids_BT[:, 5:], guessed=3)])
         counts.append((runner.experts.text, runner.experts.guesses))
     assert counts[0] == counts[1] and counts[0][0] > 0
-    assert stage_runner.ExpertCounts(span.stack).is_due()
+    assert expert_counts.ExpertCounts(span.stack).is_due()
 
 
 def more(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

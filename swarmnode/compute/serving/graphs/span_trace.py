@@ -8,6 +8,7 @@ sets of sizes. An integer that is the same in both is a constant; another one mu
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -186,8 +187,8 @@ class _Recording(TorchDispatchMode):
         """Record that torch computes function(cohort, *inputs) between two graphs, and return a tensor that stands for the result,
         which has the shape and dtype of `like`. The function must give a position the same bits in any company."""
         value = self._paused(lambda: torch.zeros_like(like))
-        inputs = self._ref(tuple(inputs))
-        return self._result(Operation(name, function, inputs, value=value, stage=LATE, is_whole=True), value)
+        parts = self._ref(tuple(inputs))
+        return self._result(Operation(name, function, parts, value=value, stage=LATE, is_whole=True), value)
 
     def chosen_products(
         self, weight: Any, bias: Tensor | None, x: Tensor, index_NK: Tensor, *, is_transposed: bool
@@ -205,7 +206,7 @@ class _Recording(TorchDispatchMode):
         made = []
         for stack in stacks:
             outputs = weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
-            value = self._paused(lambda outputs=outputs: torch.zeros(index_NK.numel(), outputs))
+            value = self._paused(functools.partial(torch.zeros, index_NK.numel(), outputs))
             inputs = self.of(x), self.of(index_NK), stack
             made.append(self._result(Operation("chosen_products", None, inputs, value=value, stage=LATE), value))
         y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
