@@ -166,14 +166,12 @@ class ChoiceNodes:
         def step(tensor: int, thread: int, _threads: int, _data: int) -> None:
             if thread:
                 return
-            result = _memory_of(tensor, view)
             try:
-                result.copy_(
-                    compute({each: _memory_of(value.base, value.view).to(value.view.dtype) for each, value in values})
-                )
+                result = _memory_of(tensor, view).zero_()
+                given = {each: _memory_of(value.base, value.view).to(value.view.dtype) for each, value in values}
+                result.copy_(compute(given))
             except BaseException as error:  # ggml's code has no way for it
                 faults.append(error)
-                result.zero_()
 
         function = TorchStep(step)
         self._alive.append(function)

@@ -543,7 +543,9 @@ class SpanGraph(ChoiceNodes):
         cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
         threads().compute_graph(self._graph, most_threads)
         if self._faults:
-            raise RuntimeError(f"torch could not compute a part of a graph: {self._faults.pop()}")
+            fault = self._faults[0]
+            self._faults.clear()
+            raise RuntimeError(f"torch could not compute a part of a graph: {fault}")
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:

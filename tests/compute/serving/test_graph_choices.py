@@ -15,6 +15,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight
+from swarmnode.compute.serving import graph_choices
 from swarmnode.compute.serving import runner as stage_runner
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, StepInput
@@ -108,6 +109,34 @@ def test_a_stacks_products_are_cut_where_company_would_change_bits(form: str) ->
     for rows in range(2, 34):
         cut = torch.cat([stack._tried(part) for part in x_RI[:rows].split(min(most, 64))])
         assert torch.equal(cut, alone[:rows])
+
+
+def test_torch_computes_within_a_graph_of_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = family_span("dots1", tmp_path)
+    runner = open_runner(span)
+    graphs_of(runner)._spare_cores.count = lambda: 2  # type: ignore[method-assign]
+    ids_BT = some_ids(span)
+    alone = logits(runner, ids_BT, [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(logits(runner, ids_BT, [7, 8, 9]), alone)
+        monkeypatch.setattr(graph_choices, "_memory_of", lambda tensor, view: _fail_at(tensor, view))
+        runner.open("failing", rows=1, max_length=LENGTH)
+        with pytest.raises(RuntimeError, match="part of a graph"):
+            runner.run([StepInput("failing", ids_BT[:, :5])])
+    finally:
+        torch.set_num_threads(threads)
+
+
+_real_memory_of = graph_choices._memory_of
+
+
+def _fail_at(tensor: int, view: Tensor) -> Tensor:
+    """Return the memory of whole numbers, and fail for others."""
+    if view.is_floating_point():
+        raise ArithmeticError("made to fail")
+    return _real_memory_of(tensor, view)
 
 
 def test_experts_share_one_memory_and_keep_their_values() -> None:
