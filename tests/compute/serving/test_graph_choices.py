@@ -111,6 +111,20 @@ def test_a_stacks_products_are_cut_where_company_would_change_bits(form: str) ->
         assert torch.equal(cut, alone[:rows])
 
 
+def test_torch_computes_a_router_between_graphs_of_several_threads(tmp_path: Path) -> None:
+    span = family_span("dots1", tmp_path)  # its router limits groups of experts
+    runner = open_runner(span)
+    graphs_of(runner)._spare_cores.count = lambda: 2  # type: ignore[method-assign]
+    ids_BT = some_ids(span)
+    alone = logits(runner, ids_BT, [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(logits(runner, ids_BT, [7, 8, 9]), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_experts_share_one_memory_and_keep_their_values() -> None:
     rows = torch.randint(0, 99, (3, 8, 34), dtype=torch.uint8)
     matrices = [GgmlMatrix(part, FORMATS["Q8_0"], 32) for part in rows]
