@@ -17,7 +17,8 @@ _NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 
 def active_experts(config: Any) -> int:
     """Return the number of a layer's experts that a token uses; 0 for a model without experts."""
-    return int(next(filter(None, (getattr(config, name, None) for name in _NAMES)), 0))
+    numbers = (getattr(config, name, None) for name in _NAMES)
+    return next((number for number in numbers if isinstance(number, int) and number > 0), 0)
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ def expert_tier(
     """
     stacks: dict[int, list[TensorEntry]] = {}
     for name, entry in checkpoint.entries.items():
-        if entry.is_gguf and entry.is_stack:
-            (unit,) = checkpoint.family.units_of_tensor(name)
-            stacks.setdefault(unit, []).append(entry)
+        units = checkpoint.family.units_of_tensor(name) if entry.is_gguf and entry.is_stack else ()
+        if len(units) == 1:
+            stacks.setdefault(units[0], []).append(entry)
     active = active_experts(checkpoint.config)
     if not stacks or not active or most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,20 @@ def test_dense_models_and_models_that_fit_have_no_tier() -> None:
     checkpoint.config.num_experts_per_tok = 0
     assert active_experts(checkpoint.config) == 0
     assert expert_tier(checkpoint, sizes, 9 * 10**9, CACHE_TOKENS, UNITS) is None
+
+
+@pytest.mark.parametrize("active", ["4", -1, [4], 10**9, None])
+def test_a_config_that_contradicts_the_tensors_ends_no_node(active: Any) -> None:
+    checkpoint = large_mixture()
+    checkpoint.config.num_experts_per_tok = active
+    checkpoint.entries["model.embed_tokens.weight"] = TensorEntry(Path("model.gguf"), "Q8_0", (3, 32, 32), 0, 3 * 1088)
+    checkpoint.entries["nowhere"] = TensorEntry(Path("model.gguf"), "Q8_0", (3, 32, 32), 0, 3 * 1088)
+    checkpoint.family.units_of_tensor = partial(
+        lambda known, name: () if name == "nowhere" else known(name), checkpoint.family.units_of_tensor
+    )
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    found = expert_tier(checkpoint, sizes, 9 * 10**9, CACHE_TOKENS, UNITS)
+    assert found is None if active != 10**9 else found is not None and found[0].slots == EXPERTS
 
 
 def test_a_token_waits_for_what_is_missing() -> None:
