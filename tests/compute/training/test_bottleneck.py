@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.fresh import tiny_config
 from swarmnode.compute.model.stack import bottleneck_of, boundaries, principal_directions
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
@@ -78,6 +80,18 @@ def test_losses_are_the_same_in_any_split(thin: Found, kind: str, recompute: boo
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
     for cuts in (EACH, (0, 2, 3)):
         assert train(learners(checkpoint, run, cuts, recompute=recompute), 4) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "bloom", "mixtral"])  # scaled embeddings, no rotary ones, experts
+def test_other_families(tmp_path: Path, model_type: str) -> None:
+    config = tiny_config(AutoConfig.for_model(model_type))
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 256, 1, 2
+    config.save_pretrained(tmp_path / "config")
+    source = from_config(tmp_path / "config", tmp_path / "weights", bottleneck=RANK, stage_layers=1)
+    checkpoint, each = Checkpoint(tmp_path / "weights"), range(source.model.units + 1)
+    run = make_run()
+    expected = train(learners(checkpoint, run, (0, each[-1])), 2)
+    assert train(learners(checkpoint, run, each), 2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) -> None:
