@@ -293,6 +293,7 @@ class ChoiceNodes:
 def _memory_of(tensor: int, view: Tensor) -> Tensor:
     """Return the memory of one of ggml's tensors as a tensor of torch, with the sizes and strides of a view: float32 or int32."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    kind: Any
     kind, dtype = (ctypes.c_float, torch.float32) if view.is_floating_point() else (ctypes.c_int32, torch.int32)
     memory = (kind * (view.storage_offset() + elements)).from_address(address_at(tensor + DATA_AT).value or 0)
     return torch.frombuffer(memory, dtype=dtype).as_strided(view.shape, view.stride(), view.storage_offset())

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
+from swarmnode.compute.serving.captured_decode import REFUSED
 from swarmnode.compute.serving.cohort import AttentionCache, Windows
-from swarmnode.compute.serving.flat_program import REFUSED
 
 T = TypeVar("T")
 
@@ -255,28 +255,20 @@ class _Recording(TorchDispatchMode):
     def chosen_products(
         self, weight: Any, bias: Tensor | None, x: Tensor, index_NK: Tensor, *, is_transposed: bool
     ) -> Tensor:
-        """Record the products (N K, O) of rows with the matrices of experts that they choose. Raises CannotBeLowered if ggml has no
-        such products."""
-        if isinstance(weight, Tensor):
-            if is_transposed:
-                raise CannotBeLowered("its experts' matrices are not packed, and lie transposed")
-            stacks: list[Any] = [self.of(weight)]
-        else:
-            stacks = weight.stacks
-        if not stacks:
-            raise CannotBeLowered("its experts are packed in a way that ggml does not multiply")
+        """Record the products (N K, O) of rows with chosen experts. Raises CannotBeLowered if ggml has none."""
+        if (isinstance(weight, Tensor) and is_transposed) or not (isinstance(weight, Tensor) or weight.stacks):
+            raise CannotBeLowered("its experts' matrices lie in a way that ggml does not multiply")
         made = []
-        for stack in stacks:
-            outputs = weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
-            value = self._paused(lambda outputs=outputs: torch.zeros(index_NK.numel(), outputs))
+        for stack in [self.of(weight)] if isinstance(weight, Tensor) else weight.stacks:
+            shape = index_NK.numel(), weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
+            value: Tensor = self._paused(lambda shape=shape: torch.zeros(shape))
             inputs = self.of(x), self.of(index_NK), stack
             made.append(self._result(Operation("chosen_products", None, inputs, value=value, stage=LATE), value))
         y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
-        if bias is None:
-            return y
-        value = self._paused(lambda: torch.zeros_like(y))
-        inputs = self.of(y), self.of(index_NK), self.of(bias)
-        return self._result(Operation("add_chosen", None, inputs, value=value, stage=LATE), value)
+        if bias is not None:
+            inputs, value = (self.of(y), self.of(index_NK), self.of(bias)), self._paused(lambda: torch.zeros_like(y))
+            return self._result(Operation("add_chosen", None, inputs, value=value, stage=LATE), value)
+        return y
 
     def write(self, layer: int, keys: Tensor, values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Record that a layer's cache takes keys and values. Returns tensors that stand for all of its columns."""

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import library
-from swarmnode.compute.serving.captured_decode import STEADY_STEPS, StaticColumns
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CannotBeRecorded, Recorder, StaticColumns
 from swarmnode.compute.serving.cohort import Window, sliding_layers
-from swarmnode.compute.serving.flat_program import CannotBeRecorded, Recorder
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.ledger import Account, MemoryLedger
