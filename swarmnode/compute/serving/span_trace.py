@@ -258,12 +258,13 @@ class _Recording(TorchDispatchMode):
         """Record the products (N K, O) of rows with chosen experts. Raises CannotBeLowered if ggml has none."""
         if (isinstance(weight, Tensor) and is_transposed) or not (isinstance(weight, Tensor) or weight.stacks):
             raise CannotBeLowered("its experts' matrices lie in a way that ggml does not multiply")
-        made = []
+        made, read = [], (self.of(x), self.of(index_NK))
         for stack in [self.of(weight)] if isinstance(weight, Tensor) else weight.stacks:
             shape = index_NK.numel(), weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
             value: Tensor = self._paused(lambda shape=shape: torch.zeros(shape))
-            inputs = self.of(x), self.of(index_NK), stack
-            made.append(self._result(Operation("chosen_products", None, inputs, value=value, stage=LATE), value))
+            made.append(
+                self._result(Operation("chosen_products", None, (*read, stack), value=value, stage=LATE), value)
+            )
         y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
         if bias is not None:
             inputs, value = (self.of(y), self.of(index_NK), self.of(bias)), self._paused(lambda: torch.zeros_like(y))
