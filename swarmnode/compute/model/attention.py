@@ -214,7 +214,7 @@ def _chosen_products(experts: Any, name: str, x: Tensor, index_NK: Tensor) -> Te
     """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose."""
     weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
     if (recorder := threads().recorder) is not None and hasattr(recorder, "chosen_products"):
-        recorded: Tensor = recorder.chosen_products(weight, bias, x, index_NK, is_transposed=experts.is_transposed)
+        recorded: Tensor = recorder.chosen_products(weight, bias, x, index_NK, turned=experts.is_transposed)
         return recorded
     chosen_N = index_NK.reshape(-1)
     order_N = chosen_N.argsort(stable=True)

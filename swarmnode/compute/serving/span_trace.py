@@ -252,11 +252,9 @@ class _Recording(TorchDispatchMode):
         value = self._paused(lambda: torch.zeros(len(x_RI), matrix.outputs))
         return self._result(Operation("product", None, (self.of(x_RI), matrix), value=value, stage=LATE), value)
 
-    def chosen_products(
-        self, weight: Any, bias: Tensor | None, x: Tensor, index_NK: Tensor, *, is_transposed: bool
-    ) -> Tensor:
+    def chosen_products(self, weight: Any, bias: Tensor | None, x: Tensor, index_NK: Tensor, *, turned: bool) -> Tensor:
         """Record the products (N K, O) of rows with chosen experts. Raises CannotBeLowered if ggml has none."""
-        if (isinstance(weight, Tensor) and is_transposed) or not (isinstance(weight, Tensor) or weight.stacks):
+        if (isinstance(weight, Tensor) and turned) or not (isinstance(weight, Tensor) or weight.stacks):
             raise CannotBeLowered("its experts' matrices lie in a way that ggml does not multiply")
         made, read = [], (self.of(x), self.of(index_NK))
         for stack in [self.of(weight)] if isinstance(weight, Tensor) else weight.stacks:
