@@ -12,8 +12,6 @@ of 2.7 MB, 4 of them active. Layer l takes the routes of layer l modulo 8, furth
              experts in memory and the missed bytes at the disk's speed. `of_bound` is the bound / measured, a median of rounds.
     prompt   512 tokens: with slots / with all experts in memory.
     long     (--long) speed after 4,000 tokens / after 200.
-    mapped   (--mapped, as root) decoding by a process with as much memory in all for experts, which maps the file and advises the
-             kernel of the routed experts (WILLNEED) once the router has spoken.
 """
 
 from __future__ import annotations
@@ -166,7 +164,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--model", type=Path, help="GGUF file, which is written if it is not there")
     options = parser.parse_args()
     torch.set_num_threads(1)

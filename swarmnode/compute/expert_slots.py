@@ -142,7 +142,7 @@ class ExpertSlots:
         hits: Experts that passes found in slots.
         reads: Experts that were read.
         read_bytes: Their bytes.
-        busy_s: Time in which something was read.
+        busy_s: Seconds during which experts were read.
         buffer_bytes: Memory of reads besides the slots.
     """
 
