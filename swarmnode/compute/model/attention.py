@@ -115,8 +115,8 @@ def attention_by_position(
 
     transformers expects this pair. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity; None if
     all columns up to the position's own count. `softcap` bounds the scores, and `s_aux` are scores of sinks, one of each head.
-    torch computes the attention instead, whose bits depend on the company, if it takes gradients, has a dropout or a position bias
-    or is not causal, or if the mask has another dtype, as in training.
+    torch computes the attention instead if it takes gradients, has a dropout or a position bias or is not causal, or if the mask
+    has another dtype, as in training. Its bits depend on the company.
 
     A pass that is recorded for a graph of ggml (`span_graph.py`) takes the attention as a whole.
 
@@ -171,7 +171,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def attend_by_position(model: Any) -> None:
     """Let a model compute attention in this way, if its family leaves the choice.
 
-    Caps and sinks, for which a family's own code would be used, need a build of ggml that knows sinks.
+    Caps and sinks need a build of ggml that knows sinks. A family's own code computes them otherwise.
     """
     ggml, chosen = library(), model.config._attn_implementation
     if ggml is None or chosen not in ("sdpa", "eager") or not model._supports_attention_backend:

@@ -79,7 +79,7 @@ class GraphTensors:
             self._ggml.free(context)
 
     def _new_graph(self, nodes: int) -> int:
-        """Return an empty graph for so many nodes."""
+        """Return an empty graph with room for `nodes` nodes."""
         self._contexts.append(self._ggml.init(InitParams(self._make.overhead(nodes, False), None, True)))
         graph: int = self._ggml.new_graph(self._contexts[-1], nodes, False)
         return graph

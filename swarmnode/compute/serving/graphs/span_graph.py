@@ -149,8 +149,9 @@ class SpanGraph(ChoiceNodes):
     # -- building
 
     def _add_step(self, later: Mapping[Operation, bool]) -> list[Operation]:
-        """End a graph with what torch computes behind it, and return the operations that are left. Values of the graph that are
-        needed afterwards get memory of their own."""
+        """End a graph with what torch computes behind it, and return the remaining operations.
+
+        Values of the graph that are needed afterwards get memory of their own."""
         if not later:
             return []
         step = [operation for operation, is_next in later.items() if is_next]
@@ -431,7 +432,7 @@ class SpanGraph(ChoiceNodes):
         return self._views["placeholder",]
 
     def _lower_attention(self, operation: Operation) -> GraphValue:
-        """Add attention in parts, in which each query is a row of its own. A part has queries q (X, heads, Y, width), the number of
+        """Add attention in parts. Each query is a row of its own there. A part has queries q (X, heads, Y, width), the number of
         its keys' rows and heads with the strides between them, a row of the cohort, and its mask."""
         query, write, *sinks = operation.inputs
         layer = write.inputs[2]
@@ -558,7 +559,7 @@ class SpanGraph(ChoiceNodes):
         return result if result is None else result.to(self._dtype)
 
     def _see(self, cohort: Cohort, window: int | None, end: int, columns: int) -> None:
-        """Let attention of the positions up to `end` go over so many columns of the buffers, or over all of them."""
+        """Let attention of the positions up to `end` read the first `columns` columns of the buffers, or all if there are fewer."""
         self._seen[window, end] = columns
         for follower in self._followers:
             if follower.end == end and self._trace.windows.get(follower.layer) == window:
