@@ -14,9 +14,9 @@ vector of the token, so token ids must cross as well (their bytes are counted). 
 coordinates stays, and a learnt map of R numbers is added to it on both sides (ResBM, arXiv 2604.11947). Projections have no
 weight decay.
 
-`--table` prints for each setting the held-out loss relative to `none` of the same seed and tokens, the steps that it needs to
-`none`'s last loss relative to `none`'s, the bytes per token and boundary, both ways with scales, and the time to that loss on
-lines of some rates relative to int4, if the line alone decides (`line`) or computing (`compute`).
+`--table` prints for each setting the held-out loss relative to `none` of the same seed and tokens, with an interval if there are
+three seeds, the steps to the worse of the two last losses relative to `none`'s, the bytes per token and boundary, both ways with
+scales, and the time to that loss on a line that decides alone, relative to int4.
 """
 
 from __future__ import annotations
