@@ -129,6 +129,11 @@ def attention_by_position(
             raise ValueError("attention with a dropout, a position bias or a view ahead has no counterpart")
         check_attention(query.shape, key.shape, value.shape)
         return recorder.attention(query, key, value, attention_mask, scale, softcap or 0.0, s_aux), None
+    if recorder is not None and not is_other:  # a decode step is recorded, whose keys and mask stay in their memory
+        options = {"scaling": scale, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return recorder.calling(
+            lambda q_BHTD: attention_by_position(module, q_BHTD, key, value, attention_mask, **options)[0], query
+        ), None
     rows, heads, count, width = query.shape
     columns = key.shape[2]
     if attention_mask is None:  # a causal pass whose queries belong to the last columns

@@ -4,10 +4,11 @@ A recorded step reads and writes the same memory at every replay. So its inputs 
 of its cohort as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
 
 Which families can be captured is not known by name. After some steady steps one step is tried, captured and replayed. Then the
-ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. A replay reads all
-columns of the buffers, masked, so with many rows and long caches it may cost more than it saves. If the family's code cannot be
-captured, all passes stay ordinary; if numbers differ or the replay is slower, those of this cohort and shape. Packed models with
-fast products are computed by graphs of ggml instead (`graph_passes.py`), or as they are.
+ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. If attention goes by
+position, as with fast packed weights, both must have the same bits. A replay reads all columns of the buffers, masked, so with
+many rows and long caches it may cost more than it saves. If the family's code cannot be captured, all passes stay ordinary; if
+numbers differ or the replay is slower, those of this cohort and shape. Packed models with fast products are computed by graphs of
+ggml instead (`graphs/graph_passes.py`), unless something keeps them from it, as adapters and caches in 8 bits do.
 
 Steps with guesses have several positions. On a card they are filled up to one of a few numbers of columns, since a graph has a
 fixed number and more columns cost a card next to nothing. On the CPU each number of positions has its own program.
@@ -163,7 +164,7 @@ class CapturedDecode:
         is_alone = span.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.thread_time if is_alone else time.perf_counter
         self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
-        self._tolerance = TOLERANCES.get(span.dtype, 0.0)
+        self._tolerance = 0.0 if span.has_same_bits else TOLERANCES.get(span.dtype, 0.0)
         self.refusals: dict[int, str] = {}  # by number of columns: why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()

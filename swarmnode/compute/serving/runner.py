@@ -129,8 +129,7 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        takes_steps = not span.family.keeps_states and span.device.type in ("cuda", "cpu")
-        is_captured = config.capture and takes_steps and not span.has_same_bits  # these have graphs
+        is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
         takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states

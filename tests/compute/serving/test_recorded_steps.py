@@ -40,47 +40,68 @@ def plain_span(model_type: str, folder: Path) -> ModelSpan:
     return load_span(Checkpoint(folder), 0, Checkpoint(folder).units, check=False)
 
 
-def packed_span(save: Callable[..., None], folder: Path) -> ModelSpan:
+def packed_span(save: Callable[..., None], folder: Path, products: str = "fast") -> ModelSpan:
     save(folder / "tiny.gguf", form="Q4_0")
     checkpoint = pack(folder / "tiny.gguf", folder / "packed")
-    return load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="exact", check=False)
+    return load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products=products, check=False)
 
 
 def open_runner(
-    span: ModelSpan, *, capture: bool, ledger: MemoryLedger | None = None, replay_s: float = 1.0
+    span: ModelSpan, *, capture: bool, ledger: MemoryLedger | None = None, replay_s: float = 1.0, kv: str = "plain"
 ) -> StageRunner:
-    """Return a runner whose ordinary passes take two seconds by its stopwatch."""
+    """Return a runner without graphs of ggml whose ordinary passes take two seconds by its stopwatch."""
     windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
-    runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture), ledger=ledger)
+    runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture, kv=kv), ledger=ledger)
+    runner.graphs = None
     if runner.captured is not None:
         runner.captured.stopwatch = Dictated(span.device, replay_s, 2.0)
     return runner
 
 
-def decode(runner: StageRunner, steps: int = STEPS) -> list[Tensor]:
-    """Decode two sessions of unlike lengths; the first is cut back once, the second misses a step."""
+def decode(
+    runner: StageRunner, steps: int = STEPS, behind: int = 0, last: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """Decode two sessions of unlike lengths behind `behind` positions; the first is cut back once, the second misses a step.
+
+    `last` is called before the last step.
+    """
     generator = torch.Generator().manual_seed(1)
     for name, length in (("a", 5), ("b", 9)):
-        runner.open(name, rows=1, max_length=200)
-        prompt_BT = torch.randint(0, 90, (1, length), generator=generator)
+        runner.open(name, rows=1, max_length=behind + 200)
+        prompt_BT = torch.randint(0, 90, (1, behind + length), generator=generator)
         runner.run([StepInput(name, prompt_BT, WANT_NOTHING)])
     outputs = []
     for step in range(steps):
         if step == steps - 6:
             runner.truncate("a", runner.length("a") - 2)
+        if step == steps - 1:
+            last()
         names = "a" if step == steps - 4 else "ab"
         works = [StepInput(name, torch.randint(0, 90, (1, 1), generator=generator)) for name in names]
         outputs.append(torch.cat([result.output for result in runner.run(works)]))
     return outputs
 
 
+@pytest.mark.parametrize("kv", ["plain", "int8"])
+@pytest.mark.parametrize(("behind", "threads"), [(0, 1), (1100, 2)])
 @needs_ggml
-def test_recorded_steps_with_guesses_are_the_ordinary_ones(tmp_path: Path) -> None:
+def test_a_recorded_step_of_fast_products_has_the_ordinary_ones_bits(
+    kv: str, behind: int, threads: int, tmp_path: Path, set_threads: Callable[[int], None]
+) -> None:
+    span = packed_span(save_llama_gguf, tmp_path)
+    recorded, ordinary = (open_runner(span, capture=capture, kv=kv) for capture in (True, False))
+    wanted = decode(ordinary, behind=behind)
+    got = decode(recorded, behind=behind, last=lambda: set_threads(threads))
+    assert all(map(torch.equal, got, wanted))
+    assert decoder(recorded).replays > STEADY_STEPS and ordinary.captured is None
+
+
+@needs_ggml
+def test_recorded_steps_with_guesses_have_the_ordinary_ones_bits(tmp_path: Path) -> None:
     span = packed_span(save_llama_gguf, tmp_path)
     recorded, ordinary = (open_runner(span, capture=capture) for capture in (True, False))
     texts = (decode_with_guesses(runner, 40) for runner in (recorded, ordinary))
-    for got, wanted in zip(*texts, strict=True):
-        torch.testing.assert_close(got, wanted, **CLOSE)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(*texts, strict=True))
     shapes = {shape.columns for steps in decoder(recorded)._captured.values() for shape in steps}
     assert decoder(recorded).replays > STEADY_STEPS and len(shapes) > 1
 
@@ -97,7 +118,7 @@ def test_a_recorded_step_of_plain_weights_is_the_ordinary_one(model_type: str, t
 
 @needs_ggml
 def test_exact_products_are_recorded_as_a_whole(tmp_path: Path) -> None:
-    span = packed_span(save_llama_gguf, tmp_path)
+    span = packed_span(save_llama_gguf, tmp_path, products="exact")
     recorded, ordinary = (open_runner(span, capture=capture) for capture in (True, False))
     for got, wanted in zip(decode(recorded), decode(ordinary), strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
