@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -96,7 +95,7 @@ class Family(ModelTrace):
         """Number of units: embedding, layers, head; with a bottleneck the groups of layers."""
         return self.layer_count + 2 if self.bottleneck is None else -(-self.layer_count // self.bottleneck.layers)
 
-    @cached_property
+    @property
     def bottleneck(self) -> Bottleneck | None:
         """Bottleneck at the boundaries between units; None if hidden states cross them as they are."""
         return bottleneck_of(self.config)

@@ -66,8 +66,8 @@ def test_who_comes_does_not_look_through_the_layers_of_all_who_are_kept(span, mo
         span,
         "family",
         SimpleNamespace(
-            cache_bytes_per_token=lambda unit, *_: looked.append(unit) or PER_TOKEN // 3,
-            state_bytes=lambda *_: 0,
+            layer_cache_bytes=lambda unit, *_: looked.append(unit) or PER_TOKEN // 3,
+            layer_state_bytes=lambda *_: 0,
             state_shapes=[()] * 99,
         ),
     )
