@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
