@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_twice_the_sessions_fit(layers: ModelSpan, checkpoint: Checkpoint) -> No
     many = range(30)  # the sizes alone, of as many layers as SmolLM2 has
     family = layers.family
     by_layer = {name: getattr(family, name)[:1] * len(many) for name in ("cache_shapes", "state_shapes")}
-    shapes = type(family)(**{**vars(family), **by_layer})
+    shapes = replace(family, **by_layer)
     span = ModelSpan(shapes, layers.model, 2, 4)
     sizes = {kv: CachePool(span, 1 << 24, kv=kv).bytes_of(many, 1, 100) for kv in (PLAIN, INT8_KV)}
     vector = 100 * 2 * HEADS  # of one layer
