@@ -27,6 +27,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import check_attention
 from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_AT, address_at, library, numbers_at
 from swarmnode.compute.packing.ggml_matrix import Prepared, threads
+from swarmnode.compute.packing.packed_weight import experts_one_by_one
 
 with lean():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -194,33 +195,24 @@ def experts_by_position(
 ) -> Tensor:
     """Return the weighted sums (N, H) of the experts that `top_k_index` (N, K) chooses for each row, one choice after the other.
 
-    This is an implementation for transformers' experts interface: `self` is the family's module of all experts.
+    This is an implementation for transformers' experts interface: `self` is the family's module of all experts. A pass that is
+    recorded for a graph of ggml (`span_graph.py`) takes the products as a whole.
     """
-    x = _chosen_products(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, top_k_index)
-    x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
-    x = _chosen_products(self, "down_proj", x, top_k_index)
+    recorder = threads().recorder
+    if not hasattr(recorder, "chosen_products"):
+        return experts_one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+    def products(name: str, x: Tensor) -> Tensor:
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
+        y: Tensor = recorder.chosen_products(weight, bias, x, top_k_index, is_transposed=self.is_transposed)
+        return y
+
+    x = products("gate_up_proj" if self.has_gate else "up_proj", hidden_states)
+    x = products("down_proj", self._apply_gate(x) if self.has_gate else self.act_fn(x))
     if self.has_post_expert_norm:
         x = self.post_expert_norm(x)
     parts = (x * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
     return functools.reduce(torch.add, parts).to(hidden_states.dtype)
-
-
-def _chosen_products(experts: Any, name: str, x: Tensor, index_NK: Tensor) -> Tensor:
-    """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose."""
-    weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None
-    if (recorder := threads().recorder) is not None and hasattr(recorder, "chosen_products"):
-        recorded: Tensor = recorder.chosen_products(weight, bias, x, index_NK, is_transposed=experts.is_transposed)
-        return recorded
-    chosen_N = index_NK.reshape(-1)
-    order_N = chosen_N.argsort(stable=True)
-    numbers, counts = chosen_N[order_N].unique_consecutive(return_counts=True)
-    rows = x[order_N if len(x) == len(order_N) else order_N // index_NK.shape[1]].split(counts.tolist())
-    products = [
-        part @ weight[number] if experts.is_transposed else functional.linear(part, weight[number])
-        for number, part in zip(numbers.tolist(), rows, strict=True)
-    ]
-    y = torch.cat(products)[order_N.argsort()]
-    return y if bias is None else y + bias[chosen_N]
 
 
 ALL_EXPERTS_FUNCTIONS.register(BY_POSITION, experts_by_position)

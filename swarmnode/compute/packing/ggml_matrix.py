@@ -46,6 +46,7 @@ PARTS, STEP = 3, 256.0
 FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weights
 TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
 FEW_CHOSEN, MANY_ROWS = 8, 1 << 31
+ROWS_OF_EXPERT = 4  # that ggml multiplies at once with an interleaved matrix
 KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
 TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
 
@@ -372,7 +373,7 @@ class GgmlStack:
             self.address = memory.data_ptr()
             for place, matrix in enumerate(matrices):
                 matrix.move_into(memory[place * self.stride :][: matrix.nbytes])
-        self._alive = list(matrices)
+        self._alive = list(matrices)  # by expert
 
     @classmethod
     def of(cls, matrices: Sequence[Any]) -> GgmlStack | None:
@@ -383,6 +384,23 @@ class GgmlStack:
         }
         kind = kinds.pop()
         return None if kinds or kind is None or kind[-1] else cls(matrices)
+
+    def is_faster_by_expert(self, products: int) -> bool:
+        """Return whether `multiply` is faster than ggml's products with chosen matrices, which take interleaved ones row by row."""
+        return self.order is not None and products >= ROWS_OF_EXPERT * self.count
+
+    def multiply(self, x: Tensor, index_NK: Tensor) -> Tensor:
+        """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose, by expert."""
+        chosen_S = index_NK.reshape(-1)
+        order_S = chosen_S.argsort(stable=True)
+        numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
+        x_RI = x.reshape(-1, self.inputs)
+        x_SI = x_RI[order_S if len(x_RI) == len(order_S) else order_S // index_NK.shape[1]]
+        y_SO = torch.empty(len(order_S), self.outputs)
+        y_SO[order_S] = torch.cat(
+            [self._alive[number].multiply(rows) for number, rows in zip(numbers, x_SI.split(counts), strict=True)]
+        )
+        return y_SO
 
     def rows_at_once(self) -> int:
         """Return the most rows that a product may take without another row's bits changing. This is tried once for each kind.

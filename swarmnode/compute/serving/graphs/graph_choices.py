@@ -98,6 +98,9 @@ class ChoiceNodes(GraphTensors):
     def _lower_chosen_products(self, operation: Operation) -> GraphValue:
         x, index, stack = operation.inputs
         value, chosen = self._contiguous(self._value(x)), self._value(index)
+        are_many = len(chosen.view) > LARGEST_LOOK
+        if are_many and isinstance(stack, GgmlStack) and stack.is_faster_by_expert(chosen.view.numel()):
+            raise CannotBeLowered("torch multiplies expert by expert")
         if isinstance(stack, GgmlStack):
             count, outputs, inputs = stack.count, stack.outputs, stack.inputs
             weight = self._ggml.new_tensor_4d(self._context, stack.form.number, inputs, outputs, count, 1)

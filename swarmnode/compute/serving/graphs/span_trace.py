@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
-from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack, threads
 from swarmnode.compute.serving.cohort import AttentionCache, Windows
 from swarmnode.compute.serving.graphs.operations import (
     CONSTANT,
@@ -43,6 +43,10 @@ INPLACE = frozenset(
     {"add_", "mul_", "sub_", "div_", "clamp_", "triu_", "tril_", "fill_", "neg_", "masked_fill_", "scatter_"}
 )
 LONG_PAST = 8200  # columns before the second recorded pass: more than the chunks of attention in chunks
+
+
+def _multiply_chosen(x: Tensor, index_NK: Tensor, stack: GgmlStack) -> Tensor:
+    return stack.multiply(x, index_NK)
 
 
 class TracedPast(AttentionCache):
@@ -206,9 +210,10 @@ class _Recording(TorchDispatchMode):
         made = []
         for stack in stacks:
             outputs = weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
+            function = None if isinstance(weight, Tensor) else _multiply_chosen
             value = self._paused(functools.partial(torch.zeros, index_NK.numel(), outputs))
             inputs = self.of(x), self.of(index_NK), stack
-            made.append(self._result(Operation("chosen_products", None, inputs, value=value, stage=LATE), value))
+            made.append(self._result(Operation("chosen_products", function, inputs, value=value, stage=LATE), value))
         y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
         if bias is None:
             return y

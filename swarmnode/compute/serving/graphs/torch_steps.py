@@ -27,7 +27,7 @@ from swarmnode.compute.serving.graphs.operations import (
 ALONE = sizes_of(1, 1, 1)
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # of a position computed alone to the same one among others
 EXACT = frozenset(
-    {"_to_copy", "add", "amax", "argmax", "bitwise_not", "clone", "div", "eq", "expand"}
+    {"_to_copy", "add", "amax", "argmax", "bitwise_not", "chosen_products", "clone", "div", "eq", "expand"}
     | {"flatten", "full_like", "gather", "ge", "gt", "le", "logical_and", "logical_not"}
     | {"logical_or", "lt", "masked_fill", "max", "mul", "ne", "neg", "one_hot", "ones_like"}
     | {"permute", "reshape", "scatter", "slice", "sort", "squeeze", "sub", "to"}
