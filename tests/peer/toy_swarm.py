@@ -88,7 +88,7 @@ class ToyWorker:
             span=SimpleNamespace(
                 start=start,
                 end=end,
-                hidden_size=1,
+                width=1,
                 vocab_size=MODULUS,
                 position_limit=None,
             ),
