@@ -28,7 +28,6 @@ from swarmnode.errors import CheckpointError
 PACKAGE, OWN_BUILD = own_ggml.PACKAGE, own_ggml.OWN_BUILD
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
-TILES = "GGML_CPU_TILED_MM"  # ggml's switch of products in tiles, in which 8 rows have other bits than each alone
 I32 = 26  # ggml's number of whole numbers of 32 bits
 
 
@@ -241,7 +240,6 @@ def _load() -> Library | str:
 
     Raises LocalError as `library` does.
     """
-    os.environ.setdefault(TILES, "0")
     if chosen := os.environ.get(OWN_BUILD):
         return own_ggml.load_own(Path(chosen).expanduser(), lambda files: Library(*files).checked())
     spec = importlib.util.find_spec(PACKAGE)

@@ -386,8 +386,10 @@ class GgmlStack:
         return None if kinds or kind is None or kind[-1] else cls(matrices)
 
     def is_faster_by_expert(self, products: int) -> bool:
-        """Return whether `multiply` is faster than ggml's products with chosen matrices, which take interleaved ones row by row."""
-        return self.order is not None and products >= ROWS_OF_EXPERT * self.count
+        """Return whether `multiply` is faster than ggml's own products, which take interleaved matrices row by row, and
+        others few rows at once where more would have other bits."""
+        is_cut = self.order is not None or self.rows_at_once() < MANY_ROWS
+        return is_cut and products >= ROWS_OF_EXPERT * self.count
 
     def multiply(self, x: Tensor, index_NK: Tensor) -> Tensor:
         """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose, by expert."""
