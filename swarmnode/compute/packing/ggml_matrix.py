@@ -392,7 +392,7 @@ class GgmlStack:
         return is_cut and products >= ROWS_OF_EXPERT * self.count
 
     def multiply(self, x: Tensor, index_NK: Tensor) -> Tensor:
-        """Return the products (N K, O) of rows x (N, I), or (N K, I), with the matrices that they choose, by expert."""
+        """Return the products (N, K, O) of rows x (N, I), or (N K, I), with the matrices that they choose, by expert."""
         chosen_S = index_NK.reshape(-1)
         order_S = chosen_S.argsort(stable=True)
         numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
@@ -402,7 +402,7 @@ class GgmlStack:
         y_SO[order_S] = torch.cat(
             [self._alive[number].multiply(rows) for number, rows in zip(numbers, x_SI.split(counts), strict=True)]
         )
-        return y_SO
+        return y_SO.view(*index_NK.shape, self.outputs)
 
     def rows_at_once(self) -> int:
         """Return the most rows that a product may take without another row's bits changing. This is tried once for each kind.

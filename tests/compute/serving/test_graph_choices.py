@@ -83,10 +83,10 @@ def test_company_and_threads_change_no_bits(form: str, router: Callable[[str, An
             assert torch.equal(logits(runner, ids_BT, []), alone)
             runner.open("all", rows=16, max_length=LENGTH)
             many = torch.cat([ids_BT, *(some_ids(span, seed=seed) for seed in range(2, 17))])
-            (first,) = runner.run([StepInput("all", many[:, :2], WANT_ALL)])
-            (step,) = runner.run([StepInput("all", many[:, 2:3], WANT_ALL)])
+            (first,) = runner.run([StepInput("all", many[:, :8], WANT_ALL)])
+            (step,) = runner.run([StepInput("all", many[:, 8:9], WANT_ALL)])
             runner.close("all")
-            assert torch.equal(torch.cat([first.output, step.output], dim=1)[:1], alone[:, :3])
+            assert torch.equal(torch.cat([first.output, step.output], dim=1)[:1], alone[:, :9])
     finally:
         torch.set_num_threads(threads)
 

@@ -125,7 +125,7 @@ class ChoiceNodes(GraphTensors):
                 self._context, weight, self._tensor(value, part), self._tensor(chosen, numbers)
             )
             result = self._make.concat(self._context, result, tensor, 2) if result else tensor
-        return self._node(result, torch.empty(rows * among, outputs, device="meta"))
+        return self._node(result, torch.empty(rows, among, outputs, device="meta"))
 
     def _note_chosen(self, index: Operation, chosen: GraphValue) -> None:
         """Keep which experts few rows choose, for `chosen`."""

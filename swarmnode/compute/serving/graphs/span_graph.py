@@ -39,6 +39,7 @@ from swarmnode.compute.serving.graphs.graph_choices import CHOICES, ChoiceNodes
 from swarmnode.compute.serving.graphs.operations import (
     CONSTANT,
     LATE,
+    OpenSize,
     Operation,
     SpanTrace,
     activation,
@@ -175,6 +176,8 @@ class SpanGraph(ChoiceNodes):
         self._steps.append(TorchStep(self._trace, step, outputs, self._sizes))
         for operation in outputs:
             if operation.value.dtype is not torch.bool:
+                if any(isinstance(size, OpenSize) and size.name not in self._sizes for size in operation.shape):
+                    raise CannotBeLowered(f"the size of {operation!r} is not known before it is computed")
                 shape = filled(operation.shape, lambda size: self._sizes[size.name])
                 self._share(operation, _memory(shape, operation.value.dtype))
         return left

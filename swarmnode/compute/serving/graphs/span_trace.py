@@ -211,9 +211,10 @@ class _Recording(TorchDispatchMode):
         for stack in stacks:
             outputs = weight.shape[1] if isinstance(weight, Tensor) else stack.outputs
             function = None if isinstance(weight, Tensor) else _multiply_chosen
-            value = self._paused(functools.partial(torch.zeros, index_NK.numel(), outputs))
+            value = self._paused(functools.partial(torch.zeros, *index_NK.shape, outputs))
             inputs = self.of(x), self.of(index_NK), stack
-            made.append(self._result(Operation("chosen_products", function, inputs, value=value, stage=LATE), value))
+            operation = Operation("chosen_products", function, inputs, value=value, stage=LATE)
+            made.append(self._result(operation, value).view(-1, outputs))
         y = made[0] if len(made) == 1 else torch.cat(made, dim=1)
         if bias is None:
             return y
