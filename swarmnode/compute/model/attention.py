@@ -13,7 +13,6 @@ whatever else a pass computes.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from typing import Any
@@ -27,7 +26,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import check_attention
 from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_AT, address_at, library, numbers_at
 from swarmnode.compute.packing.ggml_matrix import Prepared, threads
-from swarmnode.compute.packing.packed_weight import experts_one_by_one
+from swarmnode.compute.packing.packed_weight import experts_one_by_one, sum_of_choices
 
 with lean():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -209,10 +208,7 @@ def experts_by_position(
 
     x = products("gate_up_proj" if self.has_gate else "up_proj", hidden_states)
     x = products("down_proj", self._apply_gate(x) if self.has_gate else self.act_fn(x))
-    if self.has_post_expert_norm:
-        x = self.post_expert_norm(x)
-    parts = (x * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
-    return functools.reduce(torch.add, parts).to(hidden_states.dtype)
+    return sum_of_choices(self, x, top_k_weights).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(BY_POSITION, experts_by_position)

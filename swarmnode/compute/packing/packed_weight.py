@@ -318,10 +318,16 @@ def experts_one_by_one(
         x = _times(x, down_matrix, is_transposed=self.is_transposed)
         outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
     results_SH = torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
-    if self.has_post_expert_norm:
-        results_SH = self.post_expert_norm(results_SH)
-    parts = (results_SH * top_k_weights.reshape(-1, 1)).view(*top_k_index.shape, -1).unbind(1)
-    return functools.reduce(torch.add, parts).to(hidden_states.dtype)
+    return sum_of_choices(self, results_SH, top_k_weights).to(hidden_states.dtype)
+
+
+def sum_of_choices(experts: Any, results_SH: Tensor, weights_NK: Tensor) -> Tensor:
+    """Return the weighted sums (N, H) of the results of each row's choices, one choice after the other. `experts` is the family's
+    module of all experts."""
+    if experts.has_post_expert_norm:
+        results_SH = experts.post_expert_norm(results_SH)
+    parts = (results_SH * weights_NK.reshape(-1, 1)).view(*weights_NK.shape, -1).unbind(1)
+    return functools.reduce(torch.add, parts)
 
 
 def _times(x: Tensor, weight: PackedWeight | Tensor, *, is_transposed: bool) -> Tensor:

@@ -58,12 +58,9 @@ class ChoiceNodes(GraphTensors):
         key = "sorted", id(x)
         if key not in self._views:
             value = self._contiguous(self._value(x))
-            copy = self._make.scale_bias(
-                self._context, self._tensor(value), 1.0, 0.0
-            )  # clamp writes over what it reads
-            finite = self._make.clamp(
-                self._context, copy, -LARGEST, LARGEST
-            )  # ggml's sorting reads anywhere beside NaN
+            # ggml's sorting reads anywhere beside NaN. Clamping removes NaN, and writes over its input.
+            copy = self._make.scale_bias(self._context, self._tensor(value), 1.0, 0.0)
+            finite = self._make.clamp(self._context, copy, -LARGEST, LARGEST)
             self._views[key] = self._make.argsort(self._context, finite, DESCENDING)
         view = torch.empty(self._values[x].view.shape, dtype=torch.int64, device="meta")
         return self._node(self._views[key], view)
@@ -90,11 +87,6 @@ class ChoiceNodes(GraphTensors):
         view = torch.empty(chosen.view.shape, device="meta")
         return self._node(self._make.get_rows(self._context, table, numbers), view)
 
-    def _cuts(self, operation: Operation) -> int:
-        """Return the most rows that one product with chosen experts takes."""
-        stack = operation.inputs[2]
-        return stack.rows_at_once() if isinstance(stack, GgmlStack) else MANY_ROWS
-
     def _lower_chosen_products(self, operation: Operation) -> GraphValue:
         x, index, stack = operation.inputs
         value, chosen = self._contiguous(self._value(x)), self._value(index)
@@ -118,7 +110,7 @@ class ChoiceNodes(GraphTensors):
         rows, among = chosen.view.shape
         x_RKI = value.view.view(rows, -1, inputs)
         self._note_chosen(index, chosen)
-        result, step = 0, self._cuts(operation)
+        result, step = 0, stack.rows_at_once() if isinstance(stack, GgmlStack) else MANY_ROWS
         for first in range(0, rows, step):
             part, numbers = x_RKI[first : first + step], chosen.view[first : first + step]
             tensor = self._ggml.multiply_chosen(
