@@ -7,11 +7,15 @@
     single     decoding of one session, and a prompt of 512 tokens, without a network, for each kind of products.
     eight      decoding of eight sessions together, without a network, beside llama.cpp with eight slots.
     nodes      eight sessions over two nodes beside llama.cpp with two threads and eight slots; bytes that each node fetched.
+    crowded    times between tokens of a session while one node computes another's prompt of 2,000 tokens: their 99th percentile
+               / the median alone.
     matrix     products of one matrix with 1 to 32 rows beside the fastest plain format of this machine.
-    quality    perplexity of this repository's documentation, and the same most probable token, beside plain float32.
+    quality    perplexity of this repository's documentation, and the same most probable token, beside plain float32; also
+               the same most probable token of llama.cpp.
 
-Every contestant is a process with one thread. Contestants take turns with llama.cpp in pairs; figures are medians, and ratios are
-medians of the pairs' ratios: above 1, ours is faster. `by_cpu` compares seconds of CPU instead of time, for a busy machine.
+Every contestant is a process with one thread, or with `--threads`; with several, time counts, and CPU does not. Contestants take
+turns with llama.cpp in pairs; figures are medians, and ratios are medians of the pairs' ratios: above 1, ours is faster.
+`by_cpu` compares seconds of CPU instead of time, for a busy machine.
 `llama` is random: 1.1 B parameters in Q4_0, written to a temporary folder first.
 """
 
@@ -56,7 +60,7 @@ from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInpu
 from swarmnode.localswarm import LocalSwarm
 from tests.trained import GEMMA3, SMOLLM2, trained
 
-PROMPT, NEW, LONG_PROMPT, SESSIONS = 16, 48, 512, 8
+PROMPT, NEW, LONG_PROMPT, CROWDING, SESSIONS = 16, 48, 512, 2000, 8
 KINDS = {
     "exact": ("exact", "float32"),
     "fast": ("fast", "float32"),
@@ -209,6 +213,14 @@ class LlamaCpp:
         """Continue all prompts together, by `new` tokens each."""
         list(self._pool.map(lambda prompt: self._continue(prompt, new), prompts))
 
+    def most_probable(self, window: list[int]) -> list[int]:
+        """Return the most probable token behind each token of a window but the last, computed one after another."""
+        asked = {"n_predict": 1, "temperature": 0, "ignore_eos": True, "cache_prompt": True, "logprobs": 1}
+        answers = (
+            self._server.handle_completions({**asked, "prompt": window[:length]}) for length in range(1, len(window))
+        )
+        return [answer["choices"][0]["logprobs"]["content"][0]["id"] for answer in answers]
+
     def _continue(self, prompt: list[int], new: int) -> None:
         asked = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
         answer = self._server.handle_completions(asked)
@@ -224,7 +236,6 @@ def compete(settings: dict[str, Any]) -> None:
     """Answer requests, one a line, with time and CPU seconds of each."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    torch.set_num_threads(1)
     subject = LlamaCpp(**settings) if "slots" in settings else Ours(**settings)
     print("{}", file=out, flush=True)
     for line in sys.stdin:
@@ -305,10 +316,11 @@ def contestants(
     def ours() -> Iterator[tuple[str, Contestant]]:
         for kind in options.kinds:
             products, dtype = KINDS[kind]
-            with Contestant(vocabulary, folder=str(packed), products=products, dtype=dtype) as contestant:
+            settings = {"products": products, "dtype": dtype, "threads": options.threads}
+            with Contestant(vocabulary, folder=str(packed), **settings) as contestant:
                 yield kind, contestant
 
-    with Contestant(vocabulary, file=str(file), slots=slots, threads=1) as theirs:
+    with Contestant(vocabulary, file=str(file), slots=slots, threads=options.threads) as theirs:
         theirs.generate(slots, PROMPT, 4)
         yield theirs, ours()
 
@@ -450,6 +462,53 @@ async def _decode(client: PlainClient, vocabulary: int, pids: list[int]) -> dict
     return {clock: (took[1][clock] - took[0][clock]) / (NEW - 1) for clock in took[0]}
 
 
+def crowded(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure how long a session waits for its tokens while one node computes another's prompt of `CROWDING` tokens."""
+    units = Checkpoint(packed_folder(file, folder)).units
+    found: dict[str, Any] = {}
+    for kind in [kind for kind in ("exact", "fast") if kind in options.kinds]:
+        (place := folder / f"crowded-{file.stem}-{kind}").mkdir()
+        with LocalSwarm(place) as swarm:
+            invite = swarm.create(file)
+            swarm.bootstrap()
+            swarm.node("n", "--span", f"0:{units}", "--products", kind, swarm=invite).wait_for("ready", READY_TIMEOUT_S)
+            found[kind] = uvloop.run(_beside_a_prompt(swarm))
+    return found
+
+
+async def _beside_a_prompt(swarm: LocalSwarm) -> dict[str, float]:
+    client = await joined(swarm, 1)
+    gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+    prompt_s: list[float] = []
+
+    async def ask() -> None:
+        began_s = time.perf_counter()
+        await client.generate(prompt_of(4096, CROWDING, 1), max_new_tokens=1)
+        prompt_s.append(time.perf_counter() - began_s)
+
+    try:
+        stream = await client.stream(prompt_of(4096, PROMPT, 2), max_new_tokens=CROWDING, ignore_ends=True)
+        last_s, asking = None, None
+        async with contextlib.aclosing(aiter(stream)) as tokens:
+            async for _ in tokens:
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    gaps["alone" if asking is None else "beside"].append(now_s - last_s)
+                last_s = now_s
+                if asking is None and len(gaps["alone"]) == 4 * NEW:
+                    asking = asyncio.create_task(ask())
+                elif asking is not None and asking.done():
+                    break
+    finally:
+        await client.close()
+    alone_s, beside = statistics.median(gaps["alone"][NEW:]), sorted(gaps["beside"])
+    p99_s = beside[int(0.99 * len(beside))]
+    return {
+        "alone_ms": round(1e3 * alone_s, 2), "p99_beside_ms": round(1e3 * p99_s, 2), "tokens_beside": len(beside),
+        "p99_of_alone": round(p99_s / alone_s, 2), "prompt_s": round(prompt_s[0], 2),
+    }  # fmt: skip
+
+
 @torch.inference_mode()
 def matrix(options: argparse.Namespace) -> dict[str, Any]:
     """Multiply one matrix with few rows: microseconds by number of rows, and the fastest plain time / that of a kind."""
@@ -503,9 +562,10 @@ def quality(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, 
     for kind, (products, dtype) in chosen.items():
         span = load_span(checkpoint, 0, checkpoint.units, dtype=getattr(torch, dtype), products=products)
         runners[kind] = StageRunner(span, RunnerConfig(cache_bytes=CACHE_BYTES))
+    theirs = LlamaCpp(str(file), 1, 1)
+    same = torch.tensor([top for window in windows for top in theirs.most_probable(window)])
     return {
-        f"passes of {step}": predicted(runners, windows, step) | {"tokens": sum(len(each) - 1 for each in windows)}
-        for step in (FEW, WINDOW)
+        f"passes of {step}": predicted(runners, windows, step, same) | {"tokens": len(same)} for step in (FEW, WINDOW)
     }
 
 
@@ -521,8 +581,11 @@ def windows_of(packed: Path, tokens: int) -> list[list[int]]:
     return [first + ids[begin : begin + size] for begin in range(0, min(len(ids), tokens), size)]
 
 
-def predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: int) -> dict[str, Any]:
-    """Return the perplexity of each kind beside that of the first, and the share of positions with its most probable token."""
+def predicted(
+    runners: dict[str, StageRunner], windows: list[list[int]], step: int, llama_cpp_N: Tensor
+) -> dict[str, Any]:
+    """Return the perplexity of each kind beside that of the first, and the share of positions with its most probable token, also
+    of those that llama.cpp finds most probable."""
     losses: dict[str, list[Tensor]] = {kind: [] for kind in runners}
     tops: dict[str, list[Tensor]] = {kind: [] for kind in runners}
     for window in windows:
@@ -542,7 +605,8 @@ def predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: i
     truth = next(iter(runners))
     perplexity = {kind: float(torch.cat(loss).mean().exp()) for kind, loss in losses.items()}
     same = {kind: float((torch.cat(top) == torch.cat(tops[truth])).float().mean()) for kind, top in tops.items()}
-    return {
+    theirs = float((llama_cpp_N == torch.cat(tops[truth])).float().mean())
+    return {"llama.cpp, single steps": {"same_top": round(theirs, 4)}} | {
         kind: {
             "perplexity": round(perplexity[kind], 4),
             "of_float32": round(perplexity[kind] / perplexity[truth], 5),
@@ -553,7 +617,7 @@ def predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: i
 
 
 PARTS: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {
-    part.__name__: part for part in (founding, memory, single, eight, nodes, quality)
+    part.__name__: part for part in (founding, memory, single, eight, nodes, crowded, quality)
 }
 MODELS = ("smollm2", "gemma3", "llama")
 
@@ -566,6 +630,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[:2])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of products")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of each contestant of `single`, `eight` and `memory`"
+    )
     parser.add_argument("--tokens", type=int, default=2500, help="tokens of `quality`")
     parser.add_argument("--compete", help=argparse.SUPPRESS)
     options = parser.parse_args()
