@@ -49,7 +49,7 @@ from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.founding.model_source import open_model
 from swarmnode.plan.audits import AuditBudget, Calibration, cost_of
-from swarmnode.swarm.peers.standing import are_too_many
+from swarmnode.plan.findings import are_too_many
 from swarmnode.swarm.records.statement import Edge, Statement
 
 LENGTH, PROMPT = 128, 32

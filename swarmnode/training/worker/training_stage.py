@@ -46,7 +46,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
-from swarmnode.training.coordinator.timeouts import SAVE_S
+from swarmnode.training.coordinator.link_times import SAVE_S
 from swarmnode.training.coordinator.worker_group import Following, LeadClaims, Line
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
