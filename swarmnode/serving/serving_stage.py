@@ -48,7 +48,6 @@ from swarmnode.swarm.records.announcement import Section, ServingLoad
 from swarmnode.swarm.records.signed import Sign
 from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
-
 QUESTIONS = 8  # answered for each MAX_SKETCHED positions of a session; an audit asks two, for digests and for sketches
 AT_ONCE = 2  # each answer hashes all that the session carried
 
