@@ -223,20 +223,17 @@ class Comparison:
         states = self.judgements[:-1]  # the last hop sends tokens, and a few tokens may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
-    def agree_at(self, index: int, compared: int = 0) -> bool | None:
-        """Return whether the runs agree at hop `index`.
+    def agree_at(self, index: int, compared: int = 0, *, closely: bool = False) -> bool | None:
+        """Return whether the runs agree at hop `index`, if `closely` also without a near miss.
 
         Returns None if that cannot be decided: the runs differ before this hop, or fewer than `compared` positions were
         compared.
         """
         if self.false_hop == index:
             return False
-        return True if len(self.judgements) > index and self.judgements[index].compared >= compared else None
-
-    def is_near_miss(self, index: int, compared: int) -> bool | None:
-        """Return whether hop `index` is a near miss or false; None if that cannot be decided (see `agree_at`)."""
-        agree = self.agree_at(index, compared)
-        return None if agree is None else not agree or self.judgements[index].near
+        if len(self.judgements) <= index or self.judgements[index].compared < compared:
+            return None
+        return not (closely and self.judgements[index].near)
 
 
 def compare(
@@ -367,70 +364,51 @@ class AuditCase:
             right = f"two peers agree on {judgement.compared} positions of {self._name}"
             for peer in asked if len(asked) == 2 and judgement.proves else ():
                 self._findings.add(peer, Kind.RIGHT, right, weight=judgement.compared)
-        if near is not None and await self._is_shunned_for(near, comparison.judgements[near], original, second):
+        if near is not None and await self._who(original, second, near, comparison.judgements[near]) == "false":
             return "false"
         if comparison.false_hop is not None:
-            return await self._who(original, second, comparison.false_hop, comparison.judgements[-1].compared)
+            return await self._who(original, second, comparison.false_hop, comparison.judgements[-1])
         return "void" if comparison.unclear else "passed"
 
-    async def _is_shunned_for(self, near: int, judged: Judgement, original: TextRun, second: TextRun) -> bool:
-        """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
-        Returns whether its peer is shunned.
+    async def _who(self, original: TextRun, second: TextRun, index: int, judged: Judgement) -> str:
+        """Find out by a third run which of two runs deviates at hop `index`, where their comparison is false or a near miss.
 
-        A comparison with the third run must have at least as many positions as `judged`, that of the two runs.
-
-        The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
-        both peers lose trust.
+        Returns `false` if a peer is shunned for it, `doubt` if the third run does not tell which result is false, `void` if
+        rounding explains the tokens, `passed` after a near miss. A comparison with the third run must have at least as many positions as
+        `judged`, that of the two runs.
         """
-        suspects = original.route[near].peer, second.route[near].peer
-        if suspects[0] == suspects[1]:
-            return False
-        third = await self._third_run(original.route, near, suspects)
-        votes = [third and self._compare(run, third).is_near_miss(near, judged.compared) for run in (original, second)]
-        alone = odd_one_out([None if vote is None else not vote for vote in votes])
-        if alone is None:
+        near, suspects = not judged.false, (original.route[index].peer, second.route[index].peer)
+        if suspects[0] == suspects[1]:  # a single time may be noise that was never measured
+            return "passed" if near else "false" if self._findings.doubt(suspects[0], self._name) else "doubt"
+        third, alone = await self._run_again(original.route, suspects[1]), None
+        if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
+            agree = [
+                self._compare(run, third).agree_at(index, judged.compared, closely=near) for run in (original, second)
+            ]
+            alone = odd_one_out(agree)
+        if third is None or alone is None:
+            if not near:
+                self._findings.contradict(*suspects)
+                return "doubt"
             for peer in suspects:
                 self._findings.add(
-                    peer, Kind.UNCLEAR, f"its result or another peer's for {self._name} deviates more than most"
+                    peer, Kind.UNCLEAR, f"its result or another's for {self._name} deviates more than most"
                 )
-            return False
-        text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).hexdigest()
-        deviates = f"its result for {self._name} deviates more than most"
-        if not self._findings.add(suspects[alone], Kind.NEAR, deviates, weight=judged.compared, other=text):
-            return False
-        self.accused = (original, second)[alone].accounts[near]
-        return True
-
-    async def _third_run(self, route: Sequence[HopSpec], index: int, suspects: tuple[PeerId, PeerId]) -> TextRun | None:
-        """Run the text without the two `suspects` at hop `index`; None if no other peer is there or the run contradicts
-        itself."""
-        third = await self._run_again(route, suspects[1])
-        is_of_use = third is not None and third.route[index].peer not in suspects
-        return third if third is not None and is_of_use and third.contradiction(self.ids) is None else None
-
-    async def _who(self, original: TextRun, second: TextRun, index: int, compared: int) -> str:
-        """Find out by a third run which of two runs is false at hop `index`, and shun its peer. Returns `false` or
-        `doubt`.
-
-        `compared` is the number of positions at which the third run must be comparable. If it cannot decide, both peers
-        are in doubt.
-        """
-        suspects = original.route[index].peer, second.route[index].peer
-        if suspects[0] == suspects[1]:  # a single time may be noise that was never measured
-            return "false" if self._findings.doubt(suspects[0], self._name) else "doubt"
-        third = await self._third_run(original.route, index, suspects)
-        if third is not None:
-            alone = odd_one_out([self._compare(run, third).agree_at(index, compared) for run in (original, second)])
-            if alone is not None and await self._drew_honestly((original, second)[alone], third, index):
-                log.info("rounding explains the tokens that peer %s drew of %s", suspects[alone], self._name)
-                return "void"
-            if alone is not None:
-                self.accused = (original, second)[alone].accounts[index]
-                agree = f"{third.route[index].peer} and another peer agree on {self._name}, and this peer differs"
-                self._findings.add(suspects[alone], Kind.FALSE, agree)
-                return "false"
-        self._findings.contradict(*suspects)
-        return "doubt"
+            return "passed"
+        run, peer = (original, second)[alone], suspects[alone]
+        if near:
+            text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).hexdigest()
+            deviates = f"its result for {self._name} deviates more than most"
+            is_shunned = self._findings.add(peer, Kind.NEAR, deviates, weight=judged.compared, other=text)
+        elif await self._drew_honestly(run, third, index):
+            log.info("rounding explains the tokens that peer %s drew of %s", peer, self._name)
+            return "void"
+        else:
+            two = f"{third.route[index].peer} and another peer agree on {self._name}, and this peer differs"
+            is_shunned = self._findings.add(peer, Kind.FALSE, two)
+        if is_shunned:
+            self.accused = run.accounts[index]
+        return "false" if is_shunned else "passed"
 
     async def _drew_honestly(self, run: TextRun, third: TextRun, index: int) -> bool:
         """Return whether the tokens that a last hop drew in `run`, and `third` did not, follow from the same likelihoods but for

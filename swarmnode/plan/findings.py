@@ -61,7 +61,6 @@ class Action(str, Enum):
     SHUN = "shunned"
 
 
-REPORTED = {Kind.FALSE, Kind.NEAR}  # if a peer is shunned for it, its signed account of the text shows why
 DECIDED = {
     Kind.RIGHT: "finds it right",
     Kind.NEAR: "trusts it less",
@@ -192,7 +191,7 @@ class Findings:
         if peer not in self._peers and len(self._peers) >= MAX_PEERS:
             del self._peers[min(self._peers, key=lambda one: self._importance(self._peers[one]))]
         self._peers[peer] = after(known, found)
-        is_shunned = self._peers[peer].shunned_until > known.shunned_until
+        is_shunned = kind in SHUNNED and self._peers[peer].shunned_until == found.at + tolerances.SHUN_S
         facts = [evidence, f"this machine trusts it {self.trust(peer):.0%}; results that are right raise that"]
         if is_shunned:
             log.warning("peer %s is left out from now on: %s (%s)", peer, SHUNNED[kind], evidence)
@@ -273,15 +272,15 @@ class Findings:
         return known.shunned_until > now, bool(known.doubts or known.near_misses), known.passed * known.fading(now)
 
 
-class Failures:
+class Failures(Backoff):
     """Failures of peers at the work of one coordinator, kept over its terms. `clock` returns seconds.
 
     A peer rests after a failure, twice as long after each further one in a row. `findings` gets the peers that are left out.
     """
 
     def __init__(self, clock: Callable[[], float], findings: Findings | None = None) -> None:
+        super().__init__(clock)
         self._findings = findings
-        self._backoff = Backoff(clock)
         self._in_a_row: Counter[PeerId] = Counter()
         self._banned: dict[PeerId, None] = {}
 
@@ -289,7 +288,7 @@ class Failures:
         """Record a failure of `peer` and return its number of consecutive failures. Failures during the pause after an
         earlier one do not count again."""
         if not self.rests(peer):
-            self._backoff.failed(peer)
+            self.failed(peer)
             self._in_a_row[peer] += 1
         return self._in_a_row[peer]
 
@@ -309,7 +308,7 @@ class Failures:
 
     def forgive(self, peer: PeerId) -> None:
         """Record a success of `peer`: its failures and its back-off end."""
-        self._backoff.succeeded(peer)
+        self.succeeded(peer)
         self._in_a_row.pop(peer, None)
 
     def in_a_row(self, peer: PeerId) -> int:
@@ -322,7 +321,7 @@ class Failures:
 
     def pause_s(self, peer: PeerId) -> float:
         """Return the seconds until `peer` may be asked again; 0 if it may be now, infinite if it is banned."""
-        return math.inf if peer in self._banned else self._backoff.pause_s(peer)
+        return math.inf if peer in self._banned else super().pause_s(peer)
 
 
 ALL_REDUCE, ANY = -1, -2  # in place of a microbatch's number
