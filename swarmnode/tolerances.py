@@ -103,35 +103,26 @@ class Noise:
 
 
 UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
-_BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
-_FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
-_PACKED = Noise(1.2e-2, 3.0e-2, 0.16)  # between kinds of CPUs; on one kind there is none
-_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 0.16)
 
+_PLAIN = (Codec.NONE, Codec.FP16, Codec.BF16)
 NOISE: Mapping[tuple[str, Codec], Noise] = {
     ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
     ("float32", Codec.FP16): Noise(0.0, 3.0e-4, 2e-3),
     ("float32", Codec.BF16): Noise(0.0, 2.0e-3, 5e-3),
     ("float32", Codec.INT8): Noise(0.0, 5.0e-3, 1e-2),
     ("float32", Codec.INT4): Noise(0.0, 6.0e-2, 5e-2),
-    ("bfloat16", Codec.NONE): _BF16,
-    ("bfloat16", Codec.FP16): _BF16,
-    ("bfloat16", Codec.BF16): _BF16,
+    **{("bfloat16", codec): Noise(4.1e-3, 1.13e-2, 6e-2) for codec in _PLAIN},
     ("bfloat16", Codec.INT8): Noise(7.6e-3, 2.2e-2, 6e-2),
     ("bfloat16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
-    ("float16", Codec.NONE): _FP16,
-    ("float16", Codec.FP16): _FP16,
+    **{("float16", codec): Noise(5.5e-4, 1.4e-3, 5e-3) for codec in (Codec.NONE, Codec.FP16)},
     ("float16", Codec.BF16): Noise(1.2e-3, 5.5e-3, 5e-3),
     ("float16", Codec.INT8): Noise(2.7e-3, 1.8e-2, 1e-2),
     ("float16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
-    ("packed", Codec.NONE): _PACKED,
-    ("packed", Codec.FP16): _PACKED,
-    ("packed", Codec.BF16): _PACKED,
+    # Fast products of packed weights between kinds of CPUs; on one kind there is none.
+    **{("packed", codec): Noise(1.2e-2, 3.0e-2, 0.16) for codec in _PLAIN},
     ("packed", Codec.INT8): Noise(1.7e-2, 3.8e-2, 0.16),
     ("packed", Codec.INT4): Noise(4.4e-2, 1.0e-1, 0.16),
-    ("packed+kv8", Codec.NONE): _PACKED_KV8,
-    ("packed+kv8", Codec.FP16): _PACKED_KV8,
-    ("packed+kv8", Codec.BF16): _PACKED_KV8,
+    **{("packed+kv8", codec): Noise(1.5e-2, 3.4e-2, 0.16) for codec in _PLAIN},
     ("packed+kv8", Codec.INT8): Noise(2.0e-2, 4.3e-2, 0.16),
     ("packed+kv8", Codec.INT4): Noise(4.8e-2, 1.1e-1, 0.16),
 }

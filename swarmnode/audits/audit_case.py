@@ -374,8 +374,8 @@ class AuditCase:
         """Find out by a third run which of two runs deviates at hop `index`, where their comparison is false or a near miss.
 
         Returns `false` if a peer is shunned for it, `doubt` if the third run does not tell which result is false, `void` if
-        rounding explains the tokens, `passed` after a near miss. A comparison with the third run must have at least as many positions as
-        `judged`, that of the two runs.
+        rounding explains the tokens, `passed` after a near miss. A comparison with the third run must have at least as many
+        positions as `judged`, that of the two runs.
         """
         near, suspects = not judged.false, (original.route[index].peer, second.route[index].peer)
         if suspects[0] == suspects[1]:  # a single time may be noise that was never measured

@@ -227,7 +227,7 @@ def _own_findings(host: Host, peer: Announcement) -> Iterator[str]:
         yield "checks found wrong results of it, so this machine does not use it for a week"
     elif action is Action.DOUBT:
         yield "its result contradicted another machine's, and one of the two is wrong"
-    yield from (f"found last of its kind, {finding}" for finding in host.standing.of(peer.peer).sentences())
+    yield from (f"last finding of the kind {finding}" for finding in host.standing.of(peer.peer).sentences())
     trust = host.standing.trust(peer.peer)
     yield (
         f"this machine trusts it {trust:.0%}; results that are checked and right raise that"
