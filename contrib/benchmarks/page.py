@@ -33,8 +33,8 @@ from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page import page as feed
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.swarm_status import picture_of
-from swarmnode.plan.findings import Findings
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.storage.content import FileContent

@@ -44,10 +44,11 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.network_config import OPEN_GATE
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 from swarmnode.peer.completed_work import CompletedWork, HomePeers
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.host_config import HostConfig, network_config
 from swarmnode.peer.paths import ObservedLatency, Paths
 from swarmnode.peer.questions import ask
-from swarmnode.plan.findings import Findings, Kind
+from swarmnode.plan.findings import Kind
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State

@@ -23,8 +23,9 @@ from swarmnode.decisions import Decision, names_unit
 from swarmnode.errors import ERROR_TEXT, ErrorCode, LocalError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.host import Host, state_name
-from swarmnode.plan.findings import Action, Findings
+from swarmnode.plan.findings import PeerAction
 from swarmnode.plan.offline.planner_files import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
@@ -223,9 +224,9 @@ def _own_findings(host: Host, peer: Announcement) -> Iterator[str]:
     )
     yield "the distance to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
     action = host.standing.action(peer.peer)
-    if action is Action.SHUN:
+    if action is PeerAction.SHUN:
         yield "checks found wrong results of it, so this machine does not use it for a week"
-    elif action is Action.DOUBT:
+    elif action is PeerAction.DOUBT:
         yield "its result contradicted another machine's, and one of the two is wrong"
     yield from (f"last finding of the kind {finding}" for finding in host.standing.of(peer.peer).sentences())
     trust = host.standing.trust(peer.peer)

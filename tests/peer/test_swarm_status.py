@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.peer import swarm_status
-from swarmnode.plan.findings import Findings
+from swarmnode.peer.findings_record import Findings
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.storage.swarmfile import Swarm

@@ -34,7 +34,7 @@ from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.net.network_config import OPEN_GATE, Gate
-from swarmnode.plan.findings import Findings
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State

@@ -12,20 +12,8 @@ import msgspec
 import pytest
 
 from swarmnode.decisions import DecisionLog
-from swarmnode.plan.findings import (
-    LATEST,
-    MAX_EVIDENCE,
-    MAX_PEERS,
-    Action,
-    Failures,
-    Finding,
-    Findings,
-    Kind,
-    PeerStanding,
-    after,
-    are_too_many,
-    outlier,
-)
+from swarmnode.peer.findings_record import MAX_EVIDENCE, MAX_PEERS, Findings
+from swarmnode.plan.findings import LATEST, Kind, PeerAction, PeerFinding, PeerStanding, after, are_too_many, outlier
 from swarmnode.tolerances import (
     AGAINST,
     CONSTANT,
@@ -39,6 +27,7 @@ from swarmnode.tolerances import (
     SHUN_S,
     STEPS,
 )
+from swarmnode.training.coordinator.link_times import Failures
 
 DAY_S = 86_400.0
 NOW = 1e9
@@ -50,7 +39,7 @@ def text(number: int) -> str:
 
 def of(*told: tuple[Kind, float, float, str]) -> PeerStanding:
     """The standing after findings of a kind at a time (in days), with a weight and another side."""
-    findings = [Finding(kind.value, NOW + days * DAY_S, weight, other) for kind, days, weight, other in told]
+    findings = [PeerFinding(kind.value, NOW + days * DAY_S, weight, other) for kind, days, weight, other in told]
     return reduce(after, findings, PeerStanding())
 
 
@@ -64,38 +53,40 @@ RIGHT = (Kind.RIGHT, 0.0, 2_000.0, "")
 @pytest.mark.parametrize(
     ("findings", "days", "action", "passed"),
     [
-        ([], 0, Action.USE, 0),
-        ([RIGHT], 0, Action.USE, 2_000),
-        ([RIGHT, RIGHT], 3, Action.USE, 2_000),
-        ([RIGHT, (Kind.UNCLEAR, 0, 1, "")], 0, Action.USE, 1_000),
-        ([RIGHT, (Kind.SILENT, 0, 1, "")], 0, Action.USE, 0),
-        ([RIGHT, (Kind.FAILED, 0, 1, "")] * 9, 0, Action.USE, 18_000),
-        ([RIGHT, (Kind.OUTLYING, 0, 1, ""), (Kind.LEFT_OUT, 0, 1, "")], 0, Action.USE, 2_000),
-        ([RIGHT, *near(1)], 0, Action.USE, 1_000),
-        (near(1, 2, 3, 4), 0, Action.USE, 0),
-        (near(1, 2, 3, 4, 5), 0, Action.SHUN, 0),
-        (near(1, 2, 3, 4, positions=56), 0, Action.SHUN, 0),
-        (near(*[1] * 16), 0, Action.USE, 0),
-        (near(*[1] * 20), 0, Action.SHUN, 0),
-        (near(*range(20), positions=50_000), 0, Action.USE, 0),
-        ([(Kind.CONTRADICTION, 0, 1, "one")] * 9, 0, Action.DOUBT, 0),
-        ([(Kind.CONTRADICTION, 0, 1, other) for other in "ab"], 0, Action.DOUBT, 0),
-        ([(Kind.CONTRADICTION, 0, 1, other) for other in "abc"], 0, Action.SHUN, 0),
-        ([(Kind.CONTRADICTION, 4 * n, 1, other) for n, other in enumerate("abc")], 8, Action.DOUBT, 0),
-        ([RIGHT, (Kind.FALSE, 0, 1, "")], 6.9, Action.SHUN, 0),
-        ([RIGHT, (Kind.FALSE, 0, 1, "")], 7.1, Action.USE, 0),
-        ([(Kind.FALSE, 0, 1, ""), RIGHT], 0, Action.SHUN, 2_000),
+        ([], 0, PeerAction.USE, 0),
+        ([RIGHT], 0, PeerAction.USE, 2_000),
+        ([RIGHT, RIGHT], 3, PeerAction.USE, 2_000),
+        ([RIGHT, (Kind.UNCLEAR, 0, 1, "")], 0, PeerAction.USE, 1_000),
+        ([RIGHT, (Kind.SILENT, 0, 1, "")], 0, PeerAction.USE, 0),
+        ([RIGHT, (Kind.FAILED, 0, 1, "")] * 9, 0, PeerAction.USE, 18_000),
+        ([RIGHT, (Kind.OUTLYING, 0, 1, ""), (Kind.LEFT_OUT, 0, 1, "")], 0, PeerAction.USE, 2_000),
+        ([RIGHT, *near(1)], 0, PeerAction.USE, 1_000),
+        (near(1, 2, 3, 4), 0, PeerAction.USE, 0),
+        (near(1, 2, 3, 4, 5), 0, PeerAction.SHUN, 0),
+        (near(1, 2, 3, 4, positions=56), 0, PeerAction.SHUN, 0),
+        (near(*[1] * 16), 0, PeerAction.USE, 0),
+        (near(*[1] * 20), 0, PeerAction.SHUN, 0),
+        (near(*range(20), positions=50_000), 0, PeerAction.USE, 0),
+        ([(Kind.CONTRADICTION, 0, 1, "one")] * 9, 0, PeerAction.DOUBT, 0),
+        ([(Kind.CONTRADICTION, 0, 1, other) for other in "ab"], 0, PeerAction.DOUBT, 0),
+        ([(Kind.CONTRADICTION, 0, 1, other) for other in "abc"], 0, PeerAction.SHUN, 0),
+        ([(Kind.CONTRADICTION, 4 * n, 1, other) for n, other in enumerate("abc")], 8, PeerAction.DOUBT, 0),
+        ([RIGHT, (Kind.FALSE, 0, 1, "")], 6.9, PeerAction.SHUN, 0),
+        ([RIGHT, (Kind.FALSE, 0, 1, "")], 7.1, PeerAction.USE, 0),
+        ([(Kind.FALSE, 0, 1, ""), RIGHT], 0, PeerAction.SHUN, 2_000),
     ],
 )
-def test_the_rule(findings: list[tuple[Kind, float, float, str]], days: float, action: Action, passed: float) -> None:
+def test_the_rule(
+    findings: list[tuple[Kind, float, float, str]], days: float, action: PeerAction, passed: float
+) -> None:
     known, now = of(*findings), NOW + days * DAY_S
     assert known.action(now) is action
     assert known.passed * known.fading(now) == pytest.approx(passed)
 
 
 def test_findings_of_later_versions_decide_nothing_and_are_kept() -> None:
-    known = after(of(RIGHT), Finding("a kind to come", NOW))
-    assert (known.passed, known.action(NOW)) == (2_000, Action.USE)
+    known = after(of(RIGHT), PeerFinding("a kind to come", NOW))
+    assert (known.passed, known.action(NOW)) == (2_000, PeerAction.USE)
     assert "a kind to come" in {found.kind for found in known.findings}
 
 

@@ -20,8 +20,8 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.paths import ObservedLatency, Paths
-from swarmnode.plan.findings import Findings
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream

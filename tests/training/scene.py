@@ -18,8 +18,8 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.audits import AuditBudget
-from swarmnode.plan.findings import Findings
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer

@@ -34,9 +34,9 @@ from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.questions import Answer, ask
 from swarmnode.plan.audits import AuditBudget
-from swarmnode.plan.findings import Findings
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.swarm.records.statement import Commitment, sign_commitment
 from swarmnode.tolerances import TRIALS

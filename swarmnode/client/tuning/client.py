@@ -33,8 +33,7 @@ from swarmnode.peer.questions import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.router import DirectoryRouter
-from swarmnode.swarm.peers.trust import EVERYBODY, Trust
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import EVERYBODY, State, Trust
 from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS, Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.adapter_averaging import SharedRun, VectorLayout

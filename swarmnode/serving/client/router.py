@@ -39,8 +39,7 @@ from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.routes import routing
 from swarmnode.plan.routes.routing import SessionSize, find_route
 from swarmnode.plan.view import Span, View, view_of
-from swarmnode.swarm.peers.trust import EVERYBODY, Trust
-from swarmnode.swarm.records.announcement import Announcement, State
+from swarmnode.swarm.records.announcement import EVERYBODY, Announcement, State, Trust
 
 Route = tuple[HopSpec, ...]
 

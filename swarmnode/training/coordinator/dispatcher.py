@@ -31,12 +31,11 @@ from swarmnode.codec.training_messages import (
 from swarmnode.errors import ErrorCode
 from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.findings import FailedAttempts, Failures
 from swarmnode.plan.training.step_forecast import passing_s
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, set_at_once, wire
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.coordinator.link_times import AnswerTimes, LinkTimes
+from swarmnode.training.coordinator.link_times import AnswerTimes, FailedAttempts, Failures, LinkTimes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.training.worker.admission import seal_lease
 

@@ -18,12 +18,11 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.plan.findings import Failures
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
 from swarmnode.training.coordinator.coordinator import TERM_BITS, Coordinator
-from swarmnode.training.coordinator.link_times import STALLED_S, LinkTimes
+from swarmnode.training.coordinator.link_times import STALLED_S, Failures, LinkTimes
 from swarmnode.training.coordinator.step_loop import CoordinatorResources
 from swarmnode.training.coordinator.worker_group import Line, Loopback
 from swarmnode.training.worker.stage_state import check_positions

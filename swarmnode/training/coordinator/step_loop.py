@@ -35,15 +35,22 @@ from swarmnode.codec.training_messages import (
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.compression import slowest_link_s
-from swarmnode.plan.findings import ALL_REDUCE, FailedAttempts, Failures, Findings
 from swarmnode.plan.training.coordination import Event, RecoveryPlan
 from swarmnode.plan.training.step_forecast import ExpectedStep
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt, AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections
-from swarmnode.training.coordinator.link_times import SAVE_S, AnswerTimes, LinkTimes
+from swarmnode.training.coordinator.link_times import (
+    ALL_REDUCE,
+    SAVE_S,
+    AnswerTimes,
+    FailedAttempts,
+    Failures,
+    LinkTimes,
+)
 from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.training.worker.stage_state import masks_of
 

@@ -24,13 +24,12 @@ from swarmnode.links.switchboard import Channel
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.plan.findings import Failures
 from swarmnode.plan.training.coordination import HoldingReport
 from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import decode_run
-from swarmnode.training.coordinator.link_times import SILENCE_S, STALLED_S, AnswerTimes
+from swarmnode.training.coordinator.link_times import SILENCE_S, STALLED_S, AnswerTimes, Failures
 
 log = logging.getLogger(__name__)
 

@@ -31,9 +31,10 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.questions import LocalPeer, ask, board_of
 from swarmnode.plan.audits import AuditBudget, Calibration, Judgement, SessionCost
-from swarmnode.plan.findings import Findings, Kind
+from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.statement import open_commitment
 from swarmnode.tolerances import CONTRIBUTED, TRIALS
 from swarmnode.training.spot_checks.check_examination import (

@@ -13,12 +13,12 @@ import pytest
 
 from swarmnode.codec.training_messages import Failed
 from swarmnode.errors import ErrorCode, NotFinite
-from swarmnode.plan.findings import Failures
 from swarmnode.plan.training.coordination import Event, Phase
 from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.view import Span
 from swarmnode.tolerances import NAN_CLAIMS
 from swarmnode.training.coordinator.averaging_groups import WarmStarts
+from swarmnode.training.coordinator.link_times import Failures
 from swarmnode.training.coordinator.step_loop import StepLoop
 from tests.peer.training_swarm import Volunteer, toy_batches, toy_run, until
 from tests.training.test_hangs import STEPS, Scenario, in_scenario

@@ -10,11 +10,11 @@ import pytest
 from swarmnode.codec.body import Body
 from swarmnode.codec.training_messages import Done, Failed, Lease, Release
 from swarmnode.errors import ErrorCode
-from swarmnode.plan.findings import Failures
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.link_times import Failures
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from tests.peer.training_swarm import NoLinkTimes
 from tests.training.scene import KEY, RUN

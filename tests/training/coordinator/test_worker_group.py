@@ -13,8 +13,8 @@ from swarmnode.codec.messages import End
 from swarmnode.codec.training_messages import Condition, Discard, Status
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.findings import Failures
 from swarmnode.plan.view import Span
+from swarmnode.training.coordinator.link_times import Failures
 from swarmnode.training.coordinator.worker_group import Loopback, WorkerGroup, WorkerHandle, WorkerState
 
 
