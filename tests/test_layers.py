@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (  # in their order: a room imports from those before it, and from itself
     *("counting", "version", "errors", "files", "config", "decisions", "hollow_package", "metrics", "ledger"),
-    *("codec", "compress", "net", "links", "swarm", "plan", "data", "compute", "lending", "platform"),
+    *("codec", "tolerances", "compress", "net", "links", "swarm", "plan", "data", "compute", "lending", "platform"),
     *("membership", "peer", "weights", "founding", "measuring", "serving", "credit", "audits", "graph_serving"),
     *("tuning", "checkpoints", "training"),
     *("localswarm", "client", "node", "examination", "demo", "simulate", "programs", "terminal", "gateway", "cli"),

@@ -23,7 +23,7 @@ async def attack() -> Outcome:
         make_false(patch, liar, adds=lambda gradient_N: 1.02 * gradient_N)
 
         def note(step: int) -> None:
-            if any(liar.peer in volunteer.spot_checks.false_peers for volunteer in honest):
+            if any(liar.peer in volunteer.standing.proved for volunteer in honest):
                 found_at.append(step)
 
         scene.on_step = note

@@ -33,8 +33,8 @@ from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page import page as feed
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.swarm_status import picture_of
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.storage.content import FileContent
@@ -88,7 +88,7 @@ class Crowd:
         self.manifest = manifest
         self.revision = 0
         self.looked_s: list[float] = []
-        self._standing = Standing(folder / "standing", time.time)
+        self._standing = Findings(folder / "standing", time.time)
         self._peers = {peer.peer: peer for peer in map(self._machine, range(machines))}
         ids = list(self._peers)
         self.running: dict[str, Any] = {

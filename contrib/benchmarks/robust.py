@@ -40,10 +40,11 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
-from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
+from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.recomputation import LEAST, gradient_sketch, in_rows
 from swarmnode.plan.audits import AuditBudget, Calibration, SessionCost, judge_states
+from swarmnode.plan.findings import outlier
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.training.spot_checks.spot_checks import RECOMPUTED
 from tests.compute.training.averaging.together import agree
@@ -219,7 +220,7 @@ class Swarm:
 
     def _named_by(self, peer: str, seen: Mapping[str, History]) -> str | None:
         found = self._checkers[peer].found if peer in self._checkers else set()
-        return min(found & {*self.members}, default=None) or suspect(seen)
+        return min(found & {*self.members}, default=None) or outlier(seen)
 
     def _update(self, total_N: Tensor) -> None:
         parts = total_N.split([parameter.numel() for parameter in self._parameters])

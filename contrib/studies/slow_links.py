@@ -37,7 +37,7 @@ from swarmnode.simulate.environment.model import GraphModel, Model
 from swarmnode.simulate.environment.peers import device_of
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.training.coordinator.averaging_groups import LARGEST_RATIO
+from swarmnode.tolerances import LARGEST_RATIO
 
 FAST_BPS = 1e9  # links that make a cluster
 FLOAT32_BYTES = 4

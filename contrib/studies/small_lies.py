@@ -49,7 +49,7 @@ from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.founding.model_source import open_model
 from swarmnode.plan.audits import AuditBudget, Calibration, cost_of
-from swarmnode.swarm.peers.standing import are_too_many
+from swarmnode.plan.findings import are_too_many
 from swarmnode.swarm.records.statement import Edge, Statement
 
 LENGTH, PROMPT = 128, 32
@@ -350,8 +350,7 @@ def judge_lie(records: Records, kind: str, calibration: Calibration, dice: rando
     compared = found.judgements[0].compared
     if found.false_hop == 0 and odd_one_out([one.agree_at(0, compared) for one in again]) == 0:
         return "false"
-    votes = [one.is_near_miss(0, compared) for one in again]
-    return "near" if odd_one_out([None if vote is None else not vote for vote in votes]) == 0 else "passed"
+    return "near" if odd_one_out([one.agree_at(0, compared, closely=True) for one in again]) == 0 else "passed"
 
 
 def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any]:

@@ -56,8 +56,9 @@ from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.sketch import deviations, sketch
 from swarmnode.config import EXACT, FAST, INT8_KV, PLAIN
 from swarmnode.founding.model_source import open_model
-from swarmnode.plan.audits import TABLE_UNITS, AuditBudget, Calibration, cost_of
-from swarmnode.swarm.peers.standing import are_too_many
+from swarmnode.plan.audits import AuditBudget, Calibration, cost_of
+from swarmnode.plan.findings import are_too_many
+from swarmnode.tolerances import TABLE_UNITS
 
 FORMATS = {"packed": (FAST, PLAIN), "packed+kv8": (FAST, INT8_KV), "float32": (EXACT, PLAIN)}
 """Number formats that nodes announce, each with its products and its KV cache"""

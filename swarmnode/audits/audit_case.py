@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarmnode import tolerances
 from swarmnode.audits.referee import RUN_S, Referee, Replays, odd_one_out
 from swarmnode.codec.audit_messages import (
     MAX_SKETCHED,
@@ -45,6 +46,7 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import BUSY_RETRY_S, ask_one
 from swarmnode.plan.audits import Calibration, Judgement, judge_draws, judge_states, judge_tokens
+from swarmnode.plan.findings import Kind
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
@@ -143,8 +145,6 @@ CodecAt = Callable[[int], Codec]
 
 """Function from a unit to the coarsest codec through which states have passed when they enter that unit."""
 MOST_LOOKS = 32  # positions of a text whose logits are fetched: half a megabyte each, with 128,000 tokens
-SPREAD = 3.0  # of logits, relative to their root mean square, in tolerated deviations of states
-SAME = 1e-4  # deviation between sketches of the same bytes, made on different machines
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class TextRun:
             return False
         if sender.statement.sent != receiver.statement.received:
             return False
-        return max(deviations(sender.sent_TK[base:], receiver.received_TK[base:]), default=0.0) <= SAME
+        return max(deviations(sender.sent_TK[base:], receiver.received_TK[base:]), default=0.0) <= tolerances.SAME
 
 
 @dataclass(frozen=True)
@@ -223,20 +223,17 @@ class Comparison:
         states = self.judgements[:-1]  # the last hop sends tokens, and a few tokens may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
-    def agree_at(self, index: int, compared: int = 0) -> bool | None:
-        """Return whether the runs agree at hop `index`.
+    def agree_at(self, index: int, compared: int = 0, *, closely: bool = False) -> bool | None:
+        """Return whether the runs agree at hop `index`, if `closely` also without a near miss.
 
         Returns None if that cannot be decided: the runs differ before this hop, or fewer than `compared` positions were
         compared.
         """
         if self.false_hop == index:
             return False
-        return True if len(self.judgements) > index and self.judgements[index].compared >= compared else None
-
-    def is_near_miss(self, index: int, compared: int) -> bool | None:
-        """Return whether hop `index` is a near miss or false; None if that cannot be decided (see `agree_at`)."""
-        agree = self.agree_at(index, compared)
-        return None if agree is None else not agree or self.judgements[index].near
+        if len(self.judgements) <= index or self.judgements[index].compared < compared:
+            return None
+        return not (closely and self.judgements[index].near)
 
 
 def compare(
@@ -302,6 +299,7 @@ class AuditCase:
         self.accused: HopAccount | None = None  # the first run's account of the hop that was found false
         self._exact = False  # whether digests are asked for, of peers of one class of equal bits
         self._referee = referee
+        self._findings = referee.standing
         self._replays = replays
         self._spec = spec
         self.ids = ids
@@ -335,13 +333,10 @@ class AuditCase:
                 return "void"  # a lost hop may have sent a token to one of the two, which was then drawn a second time
             if edge == len(original.route):  # this edge leads straight to the client
                 log.info("peer %s did not sign for the tokens that it sent", original.route[-1].peer)
-                return "false" if self._referee.doubt(original.route[-1].peer, self._name) else "doubt"
-            suspect, other = (
-                original.route[edge - 1].peer,
-                original.route[edge].peer,
-            )  # the last hop feeds the first one
-            log.info("peers %s and %s contradict one another", suspect, other)
-            self._referee.doubt_both(suspect, other)
+                return "false" if self._findings.doubt(original.route[-1].peer, self._name) else "doubt"
+            self._findings.contradict(
+                original.route[edge - 1].peer, original.route[edge].peer
+            )  # the last hop feeds the first
             return "doubt"
         for index, account in enumerate(original.accounts[:-1]):
             said = account.statement
@@ -352,12 +347,11 @@ class AuditCase:
                 # doubt. Without the choice the text cannot be computed again.
                 if original.moved:
                     return "void"  # a lost hop may have kept the choice to itself
-                suspect, other = original.route[index].peer, original.route[max(0, index - 1)].peer
-                log.info("peer %s sent in a codec that the client was not informed of", suspect)
-                if suspect == other:
-                    self._referee.doubt(suspect, self._name)
+                log.info("peer %s sent in a codec that the client was not informed of", original.route[index].peer)
+                if index:
+                    self._findings.contradict(original.route[index].peer, original.route[index - 1].peer)
                 else:
-                    self._referee.doubt_both(suspect, other)
+                    self._findings.doubt(original.route[0].peer, self._name)
                 return "doubt"
         second = None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
         if second is None or second.contradiction(self.ids) is not None:
@@ -367,76 +361,54 @@ class AuditCase:
         near = comparison.near_hop
         for judgement, first_hop, second_hop in zip(agreed, original.route, second.route, strict=False):
             asked = {first_hop.peer, second_hop.peer}
+            right = f"two peers agree on {judgement.compared} positions of {self._name}"
             for peer in asked if len(asked) == 2 and judgement.proves else ():
-                self._referee.standing.pass_audit(peer, judgement.compared)
-                self._referee.record(
-                    "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
-                )
-        if near is not None and await self._is_shunned_for(near, comparison.judgements[near], original, second):
+                self._findings.add(peer, Kind.RIGHT, right, weight=judgement.compared)
+        if near is not None and await self._who(original, second, near, comparison.judgements[near]) == "false":
             return "false"
         if comparison.false_hop is not None:
-            return await self._who(original, second, comparison.false_hop, comparison.judgements[-1].compared)
+            return await self._who(original, second, comparison.false_hop, comparison.judgements[-1])
         return "void" if comparison.unclear else "passed"
 
-    async def _is_shunned_for(self, near: int, judged: Judgement, original: TextRun, second: TextRun) -> bool:
-        """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
-        Returns whether its peer is shunned.
+    async def _who(self, original: TextRun, second: TextRun, index: int, judged: Judgement) -> str:
+        """Find out by a third run which of two runs deviates at hop `index`, where their comparison is false or a near miss.
 
-        A comparison with the third run must have at least as many positions as `judged`, that of the two runs.
-
-        The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
-        both peers lose trust.
+        Returns `false` if a peer is shunned for it, `doubt` if the third run does not tell which result is false, `void` if
+        rounding explains the tokens, `passed` after a near miss. A comparison with the third run must have at least as many
+        positions as `judged`, that of the two runs.
         """
-        suspects = original.route[near].peer, second.route[near].peer
-        if suspects[0] == suspects[1]:
-            return False
-        third = await self._third_run(original.route, near, suspects)
-        votes = [third and self._compare(run, third).is_near_miss(near, judged.compared) for run in (original, second)]
-        alone = odd_one_out([None if vote is None else not vote for vote in votes])
-        if alone is None:
-            for peer in suspects:
-                self._referee.standing.halve_trust(peer)
-            return False
-        text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).digest()
-        if not self._referee.standing.near_miss(suspects[alone], judged.compared, text):
-            self._referee.record(
-                "trusts it less", suspects[alone], f"its result for {self._name} deviates more than most"
-            )
-            return False
-        self.accused = (original, second)[alone].accounts[near]
-        self._shun(suspects[alone], "its results for several texts deviate more from other peers' than chance explains")
-        return True
-
-    async def _third_run(self, route: Sequence[HopSpec], index: int, suspects: tuple[PeerId, PeerId]) -> TextRun | None:
-        """Run the text without the two `suspects` at hop `index`; None if no other peer is there or the run contradicts
-        itself."""
-        third = await self._run_again(route, suspects[1])
-        is_of_use = third is not None and third.route[index].peer not in suspects
-        return third if third is not None and is_of_use and third.contradiction(self.ids) is None else None
-
-    async def _who(self, original: TextRun, second: TextRun, index: int, compared: int) -> str:
-        """Find out by a third run which of two runs is false at hop `index`, and shun its peer. Returns `false` or
-        `doubt`.
-
-        `compared` is the number of positions at which the third run must be comparable. If it cannot decide, both peers
-        are in doubt.
-        """
-        suspects = original.route[index].peer, second.route[index].peer
+        near, suspects = not judged.false, (original.route[index].peer, second.route[index].peer)
         if suspects[0] == suspects[1]:  # a single time may be noise that was never measured
-            return "false" if self._referee.doubt(suspects[0], self._name) else "doubt"
-        third = await self._third_run(original.route, index, suspects)
-        if third is not None:
-            alone = odd_one_out([self._compare(run, third).agree_at(index, compared) for run in (original, second)])
-            if alone is not None and await self._drew_honestly((original, second)[alone], third, index):
-                self._referee.record("finds it right", suspects[alone], f"rounding explains its tokens of {self._name}")
-                return "void"
-            if alone is not None:
-                self.accused = (original, second)[alone].accounts[index]
-                by = third.route[index].peer
-                self._shun(suspects[alone], f"{by} and another peer agree on {self._name}, and this peer differs")
-                return "false"
-        self._referee.doubt_both(*suspects)
-        return "doubt"
+            return "passed" if near else "false" if self._findings.doubt(suspects[0], self._name) else "doubt"
+        third, alone = await self._run_again(original.route, suspects[1]), None
+        if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
+            agree = [
+                self._compare(run, third).agree_at(index, judged.compared, closely=near) for run in (original, second)
+            ]
+            alone = odd_one_out(agree)
+        if third is None or alone is None:
+            if not near:
+                self._findings.contradict(*suspects)
+                return "doubt"
+            for peer in suspects:
+                self._findings.add(
+                    peer, Kind.UNCLEAR, f"its result or another's for {self._name} deviates more than most"
+                )
+            return "passed"
+        run, peer = (original, second)[alone], suspects[alone]
+        if near:
+            text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).hexdigest()
+            deviates = f"its result for {self._name} deviates more than most"
+            is_shunned = self._findings.add(peer, Kind.NEAR, deviates, weight=judged.compared, other=text)
+        elif await self._drew_honestly(run, third, index):
+            log.info("rounding explains the tokens that peer %s drew of %s", peer, self._name)
+            return "void"
+        else:
+            two = f"{third.route[index].peer} and another peer agree on {self._name}, and this peer differs"
+            is_shunned = self._findings.add(peer, Kind.FALSE, two)
+        if is_shunned:
+            self.accused = run.accounts[index]
+        return "false" if is_shunned else "passed"
 
     async def _drew_honestly(self, run: TextRun, third: TextRun, index: int) -> bool:
         """Return whether the tokens that a last hop drew in `run`, and `third` did not, follow from the same likelihoods but for
@@ -473,7 +445,7 @@ class AuditCase:
                 received = await session.receive()
                 assert received.output.tensor is not None
                 logits_V = decode(received.output.tensor, received.payload)[0, -1].float()
-                spread = SPREAD * deviation * float(logits_V.square().mean().sqrt())
+                spread = tolerances.LOGITS_SPREAD * deviation * float(logits_V.square().mean().sqrt())
                 known = drawn[at] < len(logits_V)
                 honest.append(known and may_draw(drawn[at], logits_V, self._sampling, at, spread=spread))
         return honest
@@ -483,11 +455,6 @@ class AuditCase:
         return compare(
             first, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter)
         )
-
-    def _shun(self, peer: PeerId, fact: str) -> None:
-        log.warning("peer %s returned wrong results: it is left out from now on", peer)
-        self._referee.standing.shun(peer)
-        self._referee.record("leaves it out for a week", peer, f"it returned wrong results: {fact}")
 
     # -- asking
 
@@ -507,14 +474,15 @@ class AuditCase:
             board, length = self._replays.statements, len(self.ids) - 1
             account = await fetch_account(board, peer, *asked, length=length, digests=digests)
         except PeerRefused:
-            referee.standing.forfeit(peer)  # a peer that is present and refuses may have had to drop the session
+            # A peer that is present and refuses may have had to drop the session.
+            self._findings.add(peer, Kind.SILENT, f"it gave no account of {self._name}")
             raise
         except ProtocolError:
-            referee.doubt(peer, self._name)
+            self._findings.doubt(peer, self._name)
             raise
         announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
-            referee.standing.forfeit(peer)
+            self._findings.add(peer, Kind.SILENT, "its statement has another number format than it announced")
             raise ProtocolError("its statement has another number format than it announced", peer=peer)
         return account
 

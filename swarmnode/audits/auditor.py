@@ -41,6 +41,7 @@ from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import ServedWork, SessionSpec
 from swarmnode.swarm.peers.record_validation import LIFE_S, report_key, report_subkey, reports_in
 from swarmnode.swarm.records.statement import Report, Statement, sign_report
+from swarmnode.tolerances import TRIALS
 
 if TYPE_CHECKING:
     from swarmnode.audits.audit_case import AuditCase, HopAccount
@@ -124,7 +125,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 TABLE_TIMEOUT_S = 10.0
-TEXTS = 3  # tried with a peer; random, so that they reveal no user's text
 RUNS = 3  # of each text, at most
 PROMPT_TOKENS, NEW_TOKENS = 16, 48
 MAX_SEEN = 1024  # remembered reports
@@ -163,7 +163,7 @@ class Reports:
 
     async def _tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
         prompt = [self._auditor.dice.randrange(spec.width) for _ in range(PROMPT_TOKENS)]
-        for _ in range(TEXTS):
+        for _ in range(TRIALS):
             result, case = await self._try(prompt, route)
             if result == "false" and case is not None and case.accused is not None:
                 if case.accused.statement.peer == accused:
@@ -248,12 +248,12 @@ class Reports:
         after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
         route = (*before, HopSpec(accused, units.start, units.end), *after)
         is_twice = len({hop.peer for hop in route}) < len(route)
-        cost = self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
+        cost = self._auditor.cost(route, PROMPT_TOKENS, TRIALS * RUNS * NEW_TOKENS)
         if is_twice or not self._auditor.afford(cost):
             return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
         results: list[str] = []
-        while len(results) < TEXTS and "false" not in results:
+        while len(results) < TRIALS and "false" not in results:
             results.append((await self._try(report.ids[: report.prompt], route))[0])
         log.info("%r: %s", report, ", ".join(results))
         if set(results) == {"passed"}:

@@ -19,7 +19,6 @@ from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Want
 from swarmnode.config import ClientConfig
-from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute, SwarmnodeError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
@@ -117,7 +116,7 @@ class Replays:
 
 
 class Referee:
-    """Base of a client's auditors: counts audits and records findings until `close`. `name` names their tasks in logs."""
+    """Base of a client's auditors: counts audits until `close`. `name` names their tasks in logs."""
 
     def __init__(self, host: Host, name: str) -> None:
         self.host = host
@@ -150,28 +149,8 @@ class Referee:
             log.info("an audit came to nothing: %s", error or "no answer in time")
             result = "void"
         self.counts[result] += 1
-        await self.standing.store()
+        await asyncio.to_thread(self.standing.save)
         return result
-
-    def doubt(self, peer: PeerId, other: str) -> bool:
-        """Record that `peer` contradicts `other` (a peer or a text). Returns whether it is now shunned because of all
-        its doubts."""
-        shunned = self.standing.doubt(peer, other)
-        self.record("leaves it out for a week" if shunned else "doubts it", peer, f"it contradicts {other}")
-        if shunned:
-            log.warning("peer %s contradicts one peer after another: it is left out from now on", peer)
-        return shunned
-
-    def doubt_both(self, first: PeerId, other: PeerId) -> None:
-        """Record that two peers contradict each other and the client cannot tell which of them is wrong."""
-        self.doubt(first, other)
-        if first != other:
-            self.doubt(other, first)
-
-    def record(self, what: str, peer: PeerId, *facts: str) -> None:
-        """Log the decision `what` about `peer` with the `facts` behind it and the peer's trust."""
-        trust = f"this machine trusts it {self.standing.trust(peer):.0%}; results that are right raise that"
-        self.host.decisions.record(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     async def idle(self) -> None:
         """Wait until no audit is in progress."""

@@ -24,7 +24,7 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.limits import MAX_TOKEN_CHARS, ModelLimits
 from swarmnode.serving.client.router import DirectoryRouter
-from swarmnode.swarm.peers.standing import Trust
+from swarmnode.swarm.records.announcement import Trust
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, SERVE, TRAIN
 
 if TYPE_CHECKING:

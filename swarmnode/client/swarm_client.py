@@ -44,7 +44,7 @@ from swarmnode.serving.client.generation import (
 from swarmnode.serving.client.prefix_cache import Beginnings
 from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
-from swarmnode.swarm.peers.standing import EVERYBODY, Trust, parse_trust
+from swarmnode.swarm.records.announcement import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import GENERATE, GRAPH
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from swarmnode import tolerances
 from swarmnode.audits.referee import Referee, odd_one_out
 from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
@@ -46,6 +47,7 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import ask_one, board_of
+from swarmnode.plan.findings import Kind
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.router import ARGUABLE, Blame, Router, Verdict
@@ -59,8 +61,6 @@ Ask = Callable[[HopSpec, Values, int], Awaitable[Values]]
 """Function that has one peer compute a hop: `(hop, input values, batch) -> output values`"""
 
 MAX_BYTES = 64 << 20  # input and output values of one pass; larger passes are not audited
-TOLERANCE = {torch.float32: 0.03, torch.float64: 0.03}  # relative: TF32's products are good to 1e-3
-COARSE_TOLERANCE = 0.15  # for bfloat16 and float16
 
 
 class PassAuditor(Referee):
@@ -90,23 +90,17 @@ class PassAuditor(Referee):
         again = await self._ask(second, inputs, batch)
         if await asyncio.to_thread(alike, computed, again):
             for peer in (hop.peer, second.peer):
-                self.standing.pass_audit(peer, batch)
+                self.standing.add(peer, Kind.RIGHT, "two peers agree on a pass", weight=batch)
             return "passed"
         third, alone = self.another_route((hop,), second.peer), None
         if third is not None:
             deciding = await self._ask(third[0], inputs, batch)
             alone = odd_one_out([await asyncio.to_thread(alike, other, deciding) for other in (computed, again)])
         if alone is None:
-            self.doubt_both(hop.peer, second.peer)
+            self.standing.contradict(hop.peer, second.peer)
         else:  # a single doubt may be chance, if a module decides between equal values
-            self.doubt((hop, second)[alone].peer, f"a pass, {secrets.token_hex(4)}")
+            self.standing.doubt((hop, second)[alone].peer, f"two peers that agree on a pass, {secrets.token_hex(4)}")
         return "doubt"
-
-    def doubt(self, peer: PeerId, other: str) -> bool:
-        shunned = super().doubt(peer, other)
-        if shunned:
-            self.host.directory.suspect(peer, "it computes falsely")
-        return shunned
 
 
 def alike(first: Values, other: Values) -> bool:
@@ -121,7 +115,7 @@ def _close(first: Tensor, other: Tensor) -> bool:
     """Compare the norms over all samples: true if the difference is within the tolerance and any NaN are in the same places."""
     if torch.isnan(first).any() or torch.isnan(other).any():
         return bool(torch.equal(torch.isnan(first), torch.isnan(other)))
-    tolerance = TOLERANCE.get(first.dtype, COARSE_TOLERANCE)
+    tolerance = tolerances.PASS if first.dtype in (torch.float32, torch.float64) else tolerances.COARSE_PASS
     finite = first.double().nan_to_num(), other.double().nan_to_num()
     size = max(float(value.norm()) for value in finite)
     return float((finite[0] - finite[1]).norm()) <= tolerance * size
@@ -131,8 +125,6 @@ Served = Callable[[PeerId, bytes, int], None]
 """(peer, id of a pass, units x samples that it computed)"""
 
 HOP = Deadline(floor_s=10.0, ceiling_s=120.0, slack=8.0)
-AVOID_S = 5.0
-
 log = logging.getLogger(__name__)
 
 
@@ -216,7 +208,7 @@ class _Pass:
         if values_bytes(module.layout.boundaries[0], self._batch) > MAX_PAYLOAD_BYTES:
             raise _request_error(ErrorCode.TOO_LARGE)
         self._unit = 0
-        self._blame = Blame(module.clock, avoid_s=AVOID_S)
+        self._blame = Blame(module.clock, avoid_s=tolerances.PASS_PAUSE_S)
         self._answered: list[HopSpec] = []  # hops since errors of peers were last judged
         self._contested = 0  # end of the furthest unit range that a peer failed in
         self._last: PeerError | NetworkDown | None = None  # why the last peer did not answer
@@ -237,7 +229,9 @@ class _Pass:
                     raise _request_error(code) from last
                 left_s = self._progress_s + self._module.patience_s - self._module.clock()
                 if left_s <= 0 and code is ErrorCode.BUSY:
-                    raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
+                    raise Busy(
+                        "the peers that hold the model have no room at the moment", retry_s=tolerances.PASS_PAUSE_S
+                    ) from last
                 if left_s <= 0:
                     raise error from last
                 await self._blame.wait(router.changed(), left_s)

@@ -146,6 +146,7 @@ FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
 AUDITS = _counter("audits", "Sessions of this client that were recomputed, by result.", "result")
 SPOT_CHECKS = _counter("spot_checks", "Microbatches of other stages that were recomputed, by result.", "result")
+FINDINGS = _counter("findings", "Findings about other peers, by kind.", "kind")
 REROUTES = _counter("reroutes", "Sessions that were moved to another route, by cause.", "cause")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmnode import tolerances
 from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 
@@ -96,10 +97,10 @@ class Backoff:
         self,
         clock: Callable[[], float],
         *,
-        first_s: float = 0.5,
+        first_s: float = tolerances.FIRST_PAUSE_S,
         factor: float = 2.0,
-        ceiling_s: float = 30.0,
-        forget_s: float = 300.0,
+        ceiling_s: float = tolerances.MAX_PAUSE_S,
+        forget_s: float = tolerances.FORGOTTEN_S,
         most: int = MOST_PAUSES,
     ) -> None:
         self._clock = clock

@@ -44,12 +44,13 @@ from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.network_config import OPEN_GATE
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 from swarmnode.peer.completed_work import CompletedWork, HomePeers
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.host_config import HostConfig, network_config
 from swarmnode.peer.paths import ObservedLatency, Paths
 from swarmnode.peer.questions import ask
+from swarmnode.plan.findings import Kind
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State
 from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
@@ -203,7 +204,7 @@ class Host:
         )
         kept = f"{self.swarm.id.hex()[:16]}.json"
         self._known_peers = KnownPeers(self.config.home / "peers" / kept)
-        self.standing = Standing(self.config.home / "standing" / kept, self.clock.unix)
+        self.standing = Findings(self.config.home / "standing" / kept, self.clock.unix, self.decisions)
         self.directory = Directory(
             self.network,
             self.swarm.id,
@@ -214,6 +215,7 @@ class Host:
             certificate=b"" if self.access_control is None else self.access_control.membership.certificate,
             check=self._check_announcement,
             now=self.clock.unix,
+            on_suspected=lambda peer, reason: self.standing.add(peer, Kind.FAILED, reason),
             on_crash=self.supervisor.ends_peer,
         )
         self._reported_below: set[PeerId] = set()
@@ -555,6 +557,7 @@ class Host:
             yield Reading(table.UNITS, units)
             yield Reading(table.UNITS_WITHOUT_HOLDER, sum(not holders[unit] for unit in range(units)))
             yield Reading(table.LEAST_HOLDERS, min(holders[unit] for unit in range(units)))
+        yield from self.standing.readings()
         yield from self.directory.dht_meter.readings()
         yield from self.link_config.traffic.readings()
 

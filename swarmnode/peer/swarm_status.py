@@ -23,23 +23,23 @@ from swarmnode.decisions import Decision, names_unit
 from swarmnode.errors import ERROR_TEXT, ErrorCode, LocalError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.host import Host, state_name
+from swarmnode.plan.findings import PeerAction
 from swarmnode.plan.offline.planner_files import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.spans.span_placement import gaps
 from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
-GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 
 
-def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
+def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Findings) -> dict[str, Any]:
     """Return the picture as `swarmnode status --json` prints it. `standing` is this peer's findings about the others.
 
     "bootstraps" lists peers without a span, "missing" the layers without a ready holder, "ungiven" those of a serving swarm
@@ -63,7 +63,6 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     for name in sorted(peers):
         hosts = _hosts(peers[name].addresses)
         machines[name] = first.setdefault(hosts, name) if hosts else name
-    shunned, doubted = standing.shunned, standing.doubted
     return {
         "swarm": swarm.id.hex(),
         "name": swarm.name,
@@ -103,8 +102,9 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
                     if digest in digests
                 },
                 "machine": machines[peer.peer],
-                "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
+                "standing": standing.action(peer.peer).value,
                 "trust": standing.trust(peer.peer),
+                "findings": standing.of(peer.peer).sentences(),
             }
             for peer in sorted(peers.values(), key=lambda peer: (peer.span, peer.name, peer.peer))
             if peer.span[1] > 0
@@ -223,10 +223,12 @@ def _own_findings(host: Host, peer: Announcement) -> Iterator[str]:
         else f"it wrote {1 / (unit_s * units):,.3g} tokens/s when this machine used it"
     )
     yield "the distance to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
-    if peer.peer in host.standing.shunned:
+    action = host.standing.action(peer.peer)
+    if action is PeerAction.SHUN:
         yield "checks found wrong results of it, so this machine does not use it for a week"
-    elif peer.peer in host.standing.doubted:
+    elif action is PeerAction.DOUBT:
         yield "its result contradicted another machine's, and one of the two is wrong"
+    yield from (f"last finding of the kind {finding}" for finding in host.standing.of(peer.peer).sentences())
     trust = host.standing.trust(peer.peer)
     yield (
         f"this machine trusts it {trust:.0%}; results that are checked and right raise that"

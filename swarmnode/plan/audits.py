@@ -9,10 +9,6 @@ Judgement: the comparison of a hop's work with a replica's, by the noise of hone
 Honest replicas differ beyond the tolerance now and then, and draw another token. So differences are counted. The work is false
 if honest replicas would differ that often and that far only once in ten million times. It is also false if one position lies
 farther off than any honest position. Work close to these limits is a near miss; near misses are counted over a peer's texts.
-
-Over trained models the deviations of honest replicas have a heavy tail: at a position that magnifies small differences (one of the
-first, a delimiter) kernels lie up to twenty medians apart. Of the positions beyond the tolerance, a fourth lie twice as far off,
-and so on: a position lies at least r tolerances off with the probability BEYOND / r ** 2.
 """
 
 from __future__ import annotations
@@ -23,52 +19,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from swarmnode import tolerances
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement, State
+from swarmnode.tolerances import Noise
 
-CHANCE = 1e-7
-MARGIN = 1.25  # over the measured noise
-BEYOND = 4e-2  # of the positions: between two kernels at most 2.1e-2, and half of those lie twice as far off
-FAR = 64.0  # times the tolerance, at a single position: over Gemma 3 in bfloat16 one of 2,048 honest ones lay at 35
-FAR_EXACT = 128.0  # of float32 that travels as it is: honest ones lay at 25 at most, lies at 1,600 and more
-NEAR = 0.25  # of what is far
-NEAR_CHANCE = 1e-4
-UNTRUSTED_CHANCE = 1e-2  # work as rare among honest peers raises no trust; none of 200,000 positions of SmolLM2 was
-TABLE_UNITS = 8
-SHALLOW_UNITS = 4
-ROUNDING = 1e-7  # of a sketch itself
-MAX_FACTOR = 4.0  # largest factor between a model's noise and the table's
-EXACT_ROOM = (
-    4.0  # times as much in float32 that travels as it is: trained models lie at up to 4.8, coarser formats at thousands
-)
-SPREAD = 1.5  # between comparisons over one model
-ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest texts lay at 1.5 times the tolerance
 PACKED = "packed"  # number format of fast products of packed weights, which round activations to 8 bits
-PACKED_ROOM = 1.5  # as MAX_FACTOR, for fast products: a smaller format of the weights is only some times farther off
 KV8 = "kv8"  # in a number format after "+": KV caches in 8 bits
-VOICES = 5  # peers whose noise is known before it counts
-MAX_VOICES = 64
-
-CONTRIBUTED = {  # of a row's elements, by how they travel: what rounds differently in sums of thousands, or by the codec, with room
-    Codec.NONE: 1e-3,
-    Codec.BF16: 0.02,
-    Codec.FP16: 0.01,
-    Codec.INT8: 0.1,
-}
-SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Noise between honest replicas: the median relative deviation of a position (`median`), the deviation that one position of
-    10,000 exceeds (`high`) and the share of tokens that are drawn differently (`other_tokens`)."""
-
-    median: float
-    high: float
-    other_tokens: float
 
 
 @dataclass(frozen=True)
@@ -80,43 +40,8 @@ class Tolerance:
     deviation: float
     beyond: float
     other_tokens: float
-    far: float = FAR
+    far: float = tolerances.FAR
     capped: bool = False
-
-
-UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
-_BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
-_FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
-_PACKED = Noise(1.2e-2, 3.0e-2, 0.16)  # between kinds of CPUs; on one kind there is none
-_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 0.16)
-
-NOISE: Mapping[tuple[str, Codec], Noise] = {
-    ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
-    ("float32", Codec.FP16): Noise(0.0, 3.0e-4, 2e-3),
-    ("float32", Codec.BF16): Noise(0.0, 2.0e-3, 5e-3),
-    ("float32", Codec.INT8): Noise(0.0, 5.0e-3, 1e-2),
-    ("float32", Codec.INT4): Noise(0.0, 6.0e-2, 5e-2),
-    ("bfloat16", Codec.NONE): _BF16,
-    ("bfloat16", Codec.FP16): _BF16,
-    ("bfloat16", Codec.BF16): _BF16,
-    ("bfloat16", Codec.INT8): Noise(7.6e-3, 2.2e-2, 6e-2),
-    ("bfloat16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
-    ("float16", Codec.NONE): _FP16,
-    ("float16", Codec.FP16): _FP16,
-    ("float16", Codec.BF16): Noise(1.2e-3, 5.5e-3, 5e-3),
-    ("float16", Codec.INT8): Noise(2.7e-3, 1.8e-2, 1e-2),
-    ("float16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
-    ("packed", Codec.NONE): _PACKED,
-    ("packed", Codec.FP16): _PACKED,
-    ("packed", Codec.BF16): _PACKED,
-    ("packed", Codec.INT8): Noise(1.7e-2, 3.8e-2, 0.16),
-    ("packed", Codec.INT4): Noise(4.4e-2, 1.0e-1, 0.16),
-    ("packed+kv8", Codec.NONE): _PACKED_KV8,
-    ("packed+kv8", Codec.FP16): _PACKED_KV8,
-    ("packed+kv8", Codec.BF16): _PACKED_KV8,
-    ("packed+kv8", Codec.INT8): Noise(2.0e-2, 4.3e-2, 0.16),
-    ("packed+kv8", Codec.INT4): Noise(4.8e-2, 1.1e-1, 0.16),
-}
 
 
 def noise_of(number_format: str, codec: Codec) -> Noise:
@@ -127,9 +52,9 @@ def noise_of(number_format: str, codec: Codec) -> Noise:
     more noise of their own, and rows for these caches."""
     numbers = number_format.partition("-")[0]
     dtype, _, kept = numbers.partition("+")
-    is_rounded = kept == KV8 and dtype != PACKED and (dtype, codec) in NOISE
+    is_rounded = kept == KV8 and dtype != PACKED and (dtype, codec) in tolerances.NOISE
     known = "bfloat16" if is_rounded else numbers
-    return NOISE.get((known, codec), UNKNOWN)
+    return tolerances.NOISE.get((known, codec), tolerances.UNKNOWN)
 
 
 @dataclass
@@ -137,7 +62,7 @@ class Calibration:
     """Measured ratio of one model's noise to the table's. `of` maps each peer to its last ratio of medians, so that each peer has
     one voice; the median over peers decides."""
 
-    of: Recent[PeerId, float] = field(default_factory=lambda: Recent(MAX_VOICES))
+    of: Recent[PeerId, float] = field(default_factory=lambda: Recent(tolerances.MAX_VOICES))
 
     def record(
         self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int
@@ -152,9 +77,9 @@ class Calibration:
     @property
     def most(self) -> float:
         """Upper limit of the model's noise factor; `MAX_FACTOR` until the ratios of `VOICES` peers are known."""
-        if len(self.of) < VOICES:
-            return MAX_FACTOR
-        return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))
+        if len(self.of) < tolerances.VOICES:
+            return tolerances.MAX_FACTOR
+        return min(tolerances.MAX_FACTOR, max(1.0, tolerances.SPREAD * statistics.median(self.of.values())))
 
     def tolerance(
         self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
@@ -162,15 +87,15 @@ class Calibration:
         """Return the tolerance for the output after `units` layers of the model. It widens with the measured `deviations`, up to a
         limit, and if the output is `adapted` (computed through an adapter)."""
         noise = noise_of(number_format, codec)
-        most, far = self.most, FAR
+        most, far = self.most, tolerances.FAR
         if (number_format, codec) == ("float32", Codec.NONE):
-            most, far = EXACT_ROOM * most, FAR_EXACT
+            most, far = tolerances.EXACT_ROOM * most, tolerances.FAR_EXACT
         elif _is_packed(number_format):
-            most = PACKED_ROOM
-        ratio, room = _ratio(number_format, codec, deviations, units) or 1.0, ADAPTED if adapted else 1.0
+            most = tolerances.PACKED_ROOM
+        ratio, room = _ratio(number_format, codec, deviations, units) or 1.0, tolerances.ADAPTED if adapted else 1.0
         factor = room * min(most, max(1.0, ratio))
-        deviation = max(ROUNDING, MARGIN * noise.high * _depth(units) * factor)
-        return Tolerance(deviation, BEYOND, noise.other_tokens, far, capped=ratio > room * most)
+        deviation = max(tolerances.ROUNDING, tolerances.MARGIN * noise.high * _depth(units) * factor)
+        return Tolerance(deviation, tolerances.BEYOND, noise.other_tokens, far, capped=ratio > room * most)
 
 
 def _is_packed(number_format: str) -> bool:
@@ -181,11 +106,11 @@ def _ratio(number_format: str, codec: Codec, deviations: Sequence[float], units:
     """Return the median of `deviations` over the table's; None if the table's is below rounding or there is no finite median."""
     expected = noise_of(number_format, codec).median * _depth(units)
     median = statistics.median(deviations) if deviations else math.nan
-    return median / expected if expected > ROUNDING and math.isfinite(median) else None
+    return median / expected if expected > tolerances.ROUNDING and math.isfinite(median) else None
 
 
 def _depth(units: int) -> float:
-    return math.sqrt(max(SHALLOW_UNITS, units) / TABLE_UNITS)
+    return math.sqrt(max(tolerances.SHALLOW_UNITS, units) / tolerances.TABLE_UNITS)
 
 
 @dataclass(frozen=True)
@@ -208,9 +133,11 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     ratios = [math.inf if math.isnan(deviation) else deviation / tolerance.deviation for deviation in deviations]
     worst = max(ratios, default=0.0)
     beyond = sorted((ratio for ratio in ratios if ratio > 1.0), reverse=True)
-    false = worst > tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, CHANCE)
-    near = worst > NEAR * tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, NEAR_CHANCE)
-    is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, UNTRUSTED_CHANCE)
+    false = worst > tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, tolerances.CHANCE)
+    near = worst > tolerances.NEAR * tolerance.far or _are_too_many(
+        beyond, len(ratios), tolerance.beyond, tolerances.NEAR_CHANCE
+    )
+    is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, tolerances.UNTRUSTED_CHANCE)
     proves = not (false or near or is_rare or tolerance.capped)
     at = ratios.index(worst) if ratios else 0
     return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves, at=at)
@@ -220,7 +147,7 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
     """Judge the tokens that the last hop has `drawn` by the tokens that a replica drew `again` at the same positions."""
     compared = min(len(drawn), len(again))
     other = sum(one != two for one, two in zip(drawn, again, strict=False))
-    false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
+    false = _chance_of_at_least(other, compared, tolerance.other_tokens) < tolerances.CHANCE
     return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false, proves=not false)
 
 
@@ -228,7 +155,7 @@ def judge_draws(other: int, compared: int, honest: Sequence[bool], tolerance: To
     """Judge a last hop whose tokens differ at `other` of `compared` positions, after a look at the likelihoods at some of these
     positions. `honest` says for each of them whether rounding explains the token; other positions are taken to be like them."""
     wrong = round(other * honest.count(False) / max(1, len(honest)))
-    false = _chance_of_at_least(wrong, compared, tolerance.other_tokens) < CHANCE
+    false = _chance_of_at_least(wrong, compared, tolerance.other_tokens) < tolerances.CHANCE
     return Judgement(compared, wrong, wrong / max(1.0, tolerance.other_tokens * compared), false, proves=False)
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement, StatementReply
+from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, MAX_SKETCHED, GetStatement, StatementReply
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.codec.messages import Error, Open
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -48,6 +48,9 @@ from swarmnode.swarm.records.announcement import Section, ServingLoad
 from swarmnode.swarm.records.signed import Sign
 from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 
+QUESTIONS = 8  # answered for each MAX_SKETCHED positions of a session; an audit asks two, for digests and for sketches
+AT_ONCE = 2  # each answer hashes all that the session carried
+
 
 @dataclass(frozen=True)
 class Author:
@@ -62,8 +65,10 @@ class Author:
 def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageSession | None]) -> QuestionServer:
     """Make the server that answers questions about the sessions that `find` returns.
 
-    It answers NO_SESSION for an unknown session, INVALID_REQUEST for positions that were not computed or are not kept.
+    It answers NO_SESSION for an unknown session, INVALID_REQUEST for positions that were not computed or are not kept, and after
+    `QUESTIONS` questions for each MAX_SKETCHED positions of the session. It makes AT_ONCE answers at a time.
     """
+    making = asyncio.Semaphore(AT_ONCE)
 
     async def answer(_asker: Claimant, question: GetStatement) -> Answer:
         session = find(question.session)
@@ -73,11 +78,14 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
         received, sent = transcript.received.until(question.length), transcript.sent.until(question.length)
         told = transcript.sent_tokens
         is_last = opened.index + 1 == len(opened.route)
-        if question.first + question.count > min(received.length, told.length if is_last else sent.length):
+        is_there = question.first + question.count <= min(received.length, told.length if is_last else sent.length)
+        if not is_there or transcript.questions >= QUESTIONS * (1 + transcript.received.length // MAX_SKETCHED):
             return Answer(Error(ErrorCode.INVALID_REQUEST))
+        transcript.questions += 1
         states = all(edge.is_by_position for edge in (received, sent))
         bits = session.pipeline.bits_of(session.key) if states else b""
-        statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told, bits)
+        async with making:
+            statement, payload = await asyncio.to_thread(_state, author, question, opened, received, sent, told, bits)
         return Answer(StatementReply(statement), (payload,))
 
     return QuestionServer(peer, AUDIT_PROTOCOL, GetStatement, answer)

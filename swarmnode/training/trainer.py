@@ -44,7 +44,7 @@ from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.training.coordinator.timeouts import CLEANUP, LASTING, SILENCE_S, STALLED_S
+from swarmnode.training.coordinator.link_times import CLEANUP, LASTING, SILENCE_S, STALLED_S
 from swarmnode.training.coordinator.worker_group import sentence
 
 log = logging.getLogger(__name__)

@@ -155,9 +155,9 @@ def test_a_hop_is_not_judged_for_what_it_was_sent_otherwise() -> None:
     found = compare(HONEST, run(lied, behind, drawn), lambda _unit: Codec.NONE, Calibration())
     assert (found.false_hop, found.near_hop) == (None, 0)
     assert [judged.compared for judged in found.judgements] == [64, 40, 41]
-    assert found.is_near_miss(0, 64) is True
-    assert found.is_near_miss(1, 40) is False
-    assert found.is_near_miss(1, 64) is None, "of what came later nothing can be said"
+    assert found.agree_at(0, 64, closely=True) is False
+    assert found.agree_at(1, 40, closely=True) is True
+    assert found.agree_at(1, 64, closely=True) is None, "of what came later nothing can be said"
     assert found.agree_at(1, 64) is None
 
     behind[30] = states(4)[30]

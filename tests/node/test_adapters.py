@@ -21,7 +21,7 @@ from swarmnode.ledger import Account
 from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.metrics import table
 from swarmnode.serving.client.generation import Generation
-from swarmnode.swarm.peers.standing import parse_trust
+from swarmnode.swarm.records.announcement import parse_trust
 from swarmnode.swarm.storage.swarmfile import save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time

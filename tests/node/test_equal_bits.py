@@ -23,7 +23,16 @@ from swarmnode.plan import audits
 from swarmnode.serving.span_part import find_bits
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
 from tests.net.virtual import in_virtual_time
-from tests.node.audited_swarm import Change, hop_in_use, results, swapped, tamper, three_by_two
+from tests.node.audited_swarm import (
+    Change,
+    compute_anew,
+    hop_in_use,
+    results,
+    span_of,
+    swapped,
+    tamper,
+    three_by_two,
+)
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import TinyModel
 
@@ -155,17 +164,33 @@ def one_token(logits_BTV: Tensor) -> Tensor:
     return logits_BTV.roll(1, -1) if logits_BTV.shape[1] == 1 else logits_BTV
 
 
+def silence_a_head(member: VirtualMember, source: ModelSource) -> None:
+    """Let a node compute with one attention head less in its first layer: what the head's outputs are multiplied by is 0."""
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(source.folder.parent / "tiny.gguf").tensors}
+    packed_OB = torch.from_numpy(tensors["blk.0.attn_output.weight"].data.copy())
+    packed_OB[:, 2:18] = packed_OB[:, 2:18] & 0xF0 | 8  # the low halves of the first block of 32: 16 inputs, one head's
+    weight = span_of(member).model.get_submodule("model.layers.0.self_attn.o_proj").weight
+    weight._parts[0].refill(packed_OB)  # type: ignore[union-attr]
+    compute_anew(member)
+
+
 @pytest.mark.parametrize(
-    ("lie", "place"), [(one_bit, 0), (one_bit_of_a_step, 0), (noise, 0), (swapped, 0), (one_token, 1)]
+    ("lie", "place"), [(one_bit, 0), (one_bit_of_a_step, 0), (noise, 0), (swapped, 0), (one_token, 1), (None, 0)]
 )
 @in_virtual_time
 async def test_one_wrong_bit_is_out_at_the_first_audit(
-    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Change, place: int
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Change | None, place: int
 ) -> None:
+    """Also 3 % of noise, positions that are swapped, another token, and one attention head less (None)."""
     async with packed_swarm(source, tmp_path, monkeypatch) as (swarm, client):
         liar = await hop_in_use(swarm, client, place)
         await client.auditor.idle()
-        tamper(liar, lie)
+        if lie is None:
+            silence_a_head(liar, source)
+        else:
+            tamper(liar, lie)
         await generate(client, drafts="off")
         assert results(client).get("false") == 1
         assert client.auditor.standing.shunned == {liar.peer}

@@ -24,7 +24,7 @@ from swarmnode.node.bootstrap import Bootstrap
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.questions import ask
-from swarmnode.swarm.peers.standing import parse_trust
+from swarmnode.swarm.records.announcement import parse_trust
 from swarmnode.swarm.records.invite import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
 from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, open_admitted_peers, record_members

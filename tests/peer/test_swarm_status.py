@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.peer import swarm_status
-from swarmnode.swarm.peers.standing import Standing
+from swarmnode.peer.findings_record import Findings
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -30,14 +30,14 @@ def test_its_work_grows_as_the_swarm_does(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(swarm_status, "peer_digest", counted)
     peers = {peer: announced(peer) for peer in (f"peer {number}" for number in range(50))}
-    assert len(swarm_status.picture_of(SWARM, peers, Standing(tmp_path / "standing", lambda: 0.0))["peers"]) == 50
+    assert len(swarm_status.picture_of(SWARM, peers, Findings(tmp_path / "standing", lambda: 0.0))["peers"]) == 50
     assert len(digests) == 50
 
 
 def test_it_tells_in_which_codec_who_sends_to_whom(tmp_path: Path) -> None:
     sends = {peer_digest("b"): int(Codec.INT8), peer_digest("gone"): 0}
     peers = {"a": announced("a", sends=sends), "b": announced("b", sends={peer_digest("a"): 77})}
-    told = swarm_status.picture_of(SWARM, peers, Standing(tmp_path / "standing", lambda: 0.0))
+    told = swarm_status.picture_of(SWARM, peers, Findings(tmp_path / "standing", lambda: 0.0))
     assert {peer["peer"]: peer["sends"] for peer in told["peers"]} == {"a": {"b": "int8"}, "b": {"a": "77"}}
 
 
@@ -50,6 +50,6 @@ def test_peers_with_the_same_addresses_are_on_one_machine(tmp_path: Path) -> Non
         "d": announced("d", addresses=(relayed,)),
         "e": announced("e", addresses=(relayed,)),
     }
-    told = swarm_status.picture_of(SWARM, peers, Standing(tmp_path / "standing", lambda: 0.0))
+    told = swarm_status.picture_of(SWARM, peers, Findings(tmp_path / "standing", lambda: 0.0))
     found = {peer["peer"]: peer["machine"] for peer in told["peers"]}
     assert found == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}

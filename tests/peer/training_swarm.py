@@ -34,9 +34,9 @@ from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.net.network_config import OPEN_GATE, Gate
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.swarm.peers.directory import Directory
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.coordinator.election import CoordinatorElection, ready_peers
@@ -225,7 +225,7 @@ class Volunteer:
         )
         peer = replace(peer, link_config=replace(config, ledger=self.ledger))
         loop = asyncio.get_running_loop()
-        self.standing = Standing(folder / "standing.json", loop.time)
+        self.standing = Findings(folder / "standing.json", loop.time)
         committer = Committer(network.peer_id, HELLO.swarm, sign_as(network.peer_id), is_signed_by)
         dice = random.Random(network.peer_id)
         self.spot_checks = SpotChecks(peer, committer, executor, self.standing, self.ledger, dice=dice)

@@ -20,6 +20,7 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.paths import ObservedLatency, Paths
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
@@ -27,7 +28,6 @@ from swarmnode.serving.client.generation import GenerateOptions, Generation, Rin
 from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.swarm.peers.directory import Directory
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Place, ServingLoad, State, WorkSpeeds
 from tests.peer.toy_swarm import HELLO, UNITS, Volunteer, link_config
 
@@ -92,7 +92,7 @@ class LiveClient:
             directory=self.directory,
             paths=Paths(self.network.peer_id, lambda peer: self.directory.peers().get(peer), clock=loop.time),
             swarm=SimpleNamespace(manifest=None),
-            standing=Standing(pathlib.Path("nowhere"), asyncio.get_running_loop().time),
+            standing=Findings(pathlib.Path("nowhere"), asyncio.get_running_loop().time),
             access_control=None,
             decisions=DecisionLog(unix_s),
         )

@@ -18,8 +18,8 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.audits import AuditBudget
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
@@ -78,7 +78,7 @@ class Scene:
         self.computed: list[str] = []  # what the executor was told of what it runs
         self.executor = InlineExecutor(self._note)
         committer = Committer(self.networks[0].peer_id, HELLO.swarm, sign_as(self.networks[0].peer_id), is_signed_by)
-        standing = Standing(folder / "standing.json", asyncio.get_running_loop().time)
+        standing = Findings(folder / "standing.json", asyncio.get_running_loop().time)
         checks = SpotChecks(peer, committer, self.executor, standing, MemoryLedger(), budget=AuditBudget(0))
         parts = one_part(ToySegment(), self.executor)
         self.stage = TrainingStage(

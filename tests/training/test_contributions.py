@@ -13,8 +13,9 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.training.averaging.gradient_compressor import Exchange, make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, FlatVector, cut
 from swarmnode.compute.training.recomputation import ContributionSketch, gradient_sketch
-from swarmnode.plan.audits import CONTRIBUTED, Judgement
+from swarmnode.plan.audits import Judgement
 from swarmnode.swarm.records.run import Averaging
+from swarmnode.tolerances import CONTRIBUTED
 from swarmnode.training.spot_checks.check_examination import judge_contribution
 
 ELEMENTS, SEED, PEER = 1 << 16, bytes(range(16)), "peer"

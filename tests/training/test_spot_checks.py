@@ -34,12 +34,13 @@ from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.questions import Answer, ask
 from swarmnode.plan.audits import AuditBudget
-from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.swarm.records.statement import Commitment, sign_commitment
-from swarmnode.training.spot_checks.spot_checks import LOOKS, RECOMPUTED, Suspicions
+from swarmnode.tolerances import TRIALS
+from swarmnode.training.spot_checks.spot_checks import RECOMPUTED, Suspicions
 from tests.compute.training.toy import ToySegment
 from tests.peer import training_swarm
 from tests.peer.training_swarm import HELLO, Volunteer, local_losses, sign_as, toy_run
@@ -391,20 +392,20 @@ def test_an_accusation_is_looked_into_and_not_believed_and_in_vain_it_costs_its_
 
 
 def test_suspicions(tmp_path: Path) -> None:
-    standing = Standing(tmp_path / "standing.json", lambda: 0.0)
+    standing = Findings(tmp_path / "standing.json", lambda: 0.0)
     suspicions = Suspicions(standing)
     suspicions.record("author", "accused")
     suspicions.record("author", "another")
     assert suspicions.next({"accused", "another", "others"}) is None, "a stranger to the step chooses nobody"
     assert suspicions.next({"author", "accused", "another"}) == "accused"
     suspicions.record_check("accused", "void")
-    for _ in range(LOOKS - 1):
+    for _ in range(TRIALS - 1):
         suspicions.record_check("accused", "passed")
     assert len(suspicions) == 0 and not standing.doubted, "what came to nothing proves nothing"
     for accused in ("a", "b", "c"):
         suspicions.record("liar", accused)
         suspicions.record("honest", accused)
-        for _ in range(LOOKS):
+        for _ in range(TRIALS):
             suspicions.record_check(accused, "passed")
         suspicions.record("liar", "d")
     assert standing.doubted == {"liar", "honest"} and len(suspicions) == 0

@@ -18,7 +18,7 @@ from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
 
 
 def patience_option(seconds: float, help_text: str) -> Any:
@@ -27,7 +27,7 @@ def patience_option(seconds: float, help_text: str) -> Any:
 
 
 def _trust(words: Sequence[str], _flag: str) -> Trust:
-    from swarmnode.swarm.peers.standing import parse_trust
+    from swarmnode.swarm.records.announcement import parse_trust
 
     return parse_trust(words)
 

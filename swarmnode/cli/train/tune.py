@@ -23,7 +23,7 @@ from swarmnode.terminal.option import option, path_option
 if TYPE_CHECKING:
     from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings
     from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
     from swarmnode.terminal.training_view import TrainingView

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.client.text_stream import GeneratedText, TextStream
     from swarmnode.serving.client.generation import GenerateOptions, Generation
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'

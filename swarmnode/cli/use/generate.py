@@ -34,7 +34,7 @@ from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
 
 log = logging.getLogger(__name__)
 

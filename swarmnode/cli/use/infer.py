@@ -28,7 +28,7 @@ from swarmnode.terminal.option import option, path_option
 if TYPE_CHECKING:
     import numpy as np
 
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
 
 
 @command

@@ -36,7 +36,7 @@ from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.announcement import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 

@@ -26,7 +26,7 @@ from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.data.samples import DataRules, DataSummary
-from swarmnode.errors import PeerError, UsageError
+from swarmnode.errors import UsageError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.interfaces import PeerId
@@ -192,7 +192,7 @@ class TrainingClient(SwarmObserver):
         run, batches = await asyncio.to_thread(prepare, *what)
         listener.begun(run, batches.summary(run))
         host = self._host
-        board = board_of(host, TRAIN_PROTOCOL, on_peer_lost=self._suspect)
+        board = board_of(host, TRAIN_PROTOCOL, on_peer_lost=host.lost_neighbour)
 
         def coordinators() -> list[PeerId]:
             ready = ready_peers(host.directory)
@@ -255,10 +255,6 @@ class TrainingClient(SwarmObserver):
             units[hop.peer] += hop.end - hop.start
         for peer, count in units.items():
             self._receipts.record(peer, lease.seal, trained=count * run.positions)
-
-    def _suspect(self, error: PeerError) -> None:
-        if error.peer is not None:
-            self._host.directory.suspect(error.peer, error.code.name)
 
     async def _others_runs(self) -> list[Run]:
         """Return the runs of the states that holders list, or keepers of backups if there are no holders, the run with most votes

@@ -24,7 +24,7 @@ from swarmnode.compute.training.adapters.held_ends import HeldEnds
 from swarmnode.compute.training.adapters.layers import check_targets
 from swarmnode.compute.training.adapters.saved_folder import load_adapter, recipe_of
 from swarmnode.counting import counted
-from swarmnode.errors import PeerError, UsageError
+from swarmnode.errors import UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.addressing.addresses import without_peer
 from swarmnode.net.interfaces import PeerId
@@ -33,8 +33,7 @@ from swarmnode.peer.questions import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.router import DirectoryRouter
-from swarmnode.swarm.peers.standing import EVERYBODY, Trust
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import EVERYBODY, State, Trust
 from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS, Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.adapter_averaging import SharedRun, VectorLayout
@@ -134,7 +133,7 @@ class TuningClient(SwarmObserver):
         self._trust = trust
         self._patience_s = patience_s
         self._weights = Weights(host)
-        self._board = board_of(host, TUNE_PROTOCOL, on_peer_lost=self._suspect)
+        self._board = board_of(host, TUNE_PROTOCOL, on_peer_lost=host.lost_neighbour)
         self._ends = host.link_config.ledger.count(Account.WEIGHTS)  # of models that train in Python
 
     @classmethod
@@ -287,7 +286,3 @@ class TuningClient(SwarmObserver):
         """Return the peers that are ready and do not lend themselves to tuning."""
         peers = self._host.directory.peers().items()
         return {peer for peer, told in peers if told.life is State.READY and told.span[1] and not told.tune_percent}
-
-    def _suspect(self, error: PeerError) -> None:
-        if error.peer is not None:
-            self._host.directory.suspect(error.peer, error.code.name)

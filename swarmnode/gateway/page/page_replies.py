@@ -42,8 +42,8 @@ class SessionReply(BaseModel):
 
 
 class PeerReply(BaseModel):
-    """Peer as it announces itself. `machine` is the same for peers on one machine. `standing` (good, doubted, shunned) and `trust`
-    (0 to 1) come from this gateway's own audits."""
+    """Peer as it announces itself. `machine` is the same for peers on one machine. `standing` (good, doubted, shunned), `trust`
+    (0 to 1) and `findings` (the last one of each kind) are this gateway's own."""
 
     peer: str
     machine: str
@@ -67,6 +67,7 @@ class PeerReply(BaseModel):
     sends: dict[str, str]
     standing: str
     trust: float
+    findings: list[str]
 
 
 class SwarmReply(BaseModel):

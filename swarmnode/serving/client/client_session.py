@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import replace
 
+from swarmnode import tolerances
 from swarmnode.codec.body import MAX_DRAFTS, MAX_LINK_CODECS, SESSION_ID_BYTES, Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran, trace_id
@@ -58,7 +59,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.paths import Cadence, Timing
 from swarmnode.plan.compression import CodecSchedule
-from swarmnode.serving.client.router import LEAVING_S, Blame, HopFault, Route, Router, Verdict, suspects_of
+from swarmnode.serving.client.router import Blame, HopFault, Route, Router, Verdict, suspects_of
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
@@ -358,7 +359,9 @@ class ClientSession:
     def _reported(self, body: Fault, claimant: int | None, *, by: int) -> PeerError:
         """Return the error for a report that hop `by` sent and hop `claimant` made; None if it is not known which hop made it."""
         route = self.route
-        retry_s = body.retry_s if claimant == body.index else min(body.retry_s, LEAVING_S)  # of its own time only
+        retry_s = (
+            body.retry_s if claimant == body.index else min(body.retry_s, tolerances.LEAVING_S)
+        )  # of its own time only
         refused = refusal(body.code, retry_s=retry_s, peer=route[body.index].peer)
         suspects = suspects_of(route, body.index, refused.code, claimant)
         return HopFault(refused, claimant=route[by if claimant is None else claimant].peer, suspects=suspects)

@@ -26,6 +26,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from swarmnode import tolerances
 from swarmnode.codec.body import HopSpec
 from swarmnode.counting import counted, layers
 from swarmnode.decisions import Topic
@@ -38,8 +39,7 @@ from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.routes import routing
 from swarmnode.plan.routes.routing import SessionSize, find_route
 from swarmnode.plan.view import Span, View, view_of
-from swarmnode.swarm.peers.standing import EVERYBODY, Trust
-from swarmnode.swarm.records.announcement import Announcement, State
+from swarmnode.swarm.records.announcement import EVERYBODY, Announcement, State, Trust
 
 Route = tuple[HopSpec, ...]
 
@@ -229,10 +229,6 @@ ARGUABLE = frozenset(
         ErrorCode.ADAPTER_PRIVATE,
     }
 )
-LEAVING_S = 30.0  # a leaving peer does not come back soon
-CLAIM_S = 60.0  # how long a claim counts against a hop that makes others
-MOST_CLAIMS = 4
-"""Arguable claims, or repeated ones about the same peers, since the last progress after which nothing can be decided"""
 MOST_TRIES, MOST_STEPS = 64, 512  # sets of suspects that are tried for one route, and that are looked at
 
 
@@ -308,13 +304,13 @@ class Blame:
         plain = Verdict.PEER if suspects == {hop.peer} and code not in ARGUABLE | MILD else Verdict.ELSEWHERE
         if is_seen and not is_arguable:
             return plain
-        claim = _Claim(hop, code, suspects, suspects.union(route), now_s + CLAIM_S)
+        claim = _Claim(hop, code, suspects, suspects.union(route), now_s + tolerances.CLAIM_S)
         self._claims.append(claim)
         if is_arguable and any(claim.confirmed_by(one) for one in earlier):
             return Verdict.REQUEST
         arguable = sum(one.code in ARGUABLE for one in self._claims)
         lost = [one.hop.peer for one in self._claims if one.code not in ARGUABLE | MILD]
-        if arguable >= MOST_CLAIMS or len(lost) - len(set(lost)) >= MOST_CLAIMS:
+        if arguable >= tolerances.CLAIMS or len(lost) - len(set(lost)) >= tolerances.CLAIMS:
             self._claims.clear()
             return Verdict.UNDECIDED
         return plain
@@ -428,4 +424,4 @@ def _disjoint(claims: Sequence[frozenset[PeerId]]) -> int:
 
 
 def _pause_s(code: ErrorCode, retry_s: float) -> float:
-    return LEAVING_S if code == ErrorCode.DRAINING else retry_s
+    return tolerances.LEAVING_S if code == ErrorCode.DRAINING else retry_s

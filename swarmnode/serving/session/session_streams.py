@@ -317,6 +317,7 @@ class Transcript:
         self._is_recording = keeps
         self._received: list[Entry] = []
         self._base = 0
+        self.questions = 0  # of audits that were answered
 
     def rebound(self, position: int) -> None:
         """Note that inputs from `position` on come from another neighbour, or from the same one in another epoch."""

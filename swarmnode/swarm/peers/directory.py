@@ -117,7 +117,7 @@ class Directory:
 
     `check` raises ProtocolError for an announcement of another peer that breaks a rule of the swarm; it is left out like an invalid
     one. A client never calls `announce` and needs no `sign`. In a swarm that has an owner `vouch` decides whose announcements
-    count. `now` returns unix time in seconds.
+    count. `now` returns unix time in seconds. `on_suspected` gets each suspected peer and the reason.
     """
 
     def __init__(
@@ -134,9 +134,11 @@ class Directory:
         check: Callable[[Announcement], None] = lambda _announcement: None,
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        on_suspected: Callable[[PeerId, str], object] = lambda _peer, _reason: None,
         on_crash: OnCrash | None = None,
     ) -> None:
         self.network = network
+        self._on_suspected = on_suspected
         self.swarm_id = swarm_id
         self.config = config
         self.known_peers = known_peers
@@ -253,6 +255,7 @@ class Directory:
         if peer == self.network.peer_id:
             return
         logger.info("peer %s suspected: %s", peer, reason)
+        self._on_suspected(peer, reason)
         self._peer_table.suspect(peer, reason, self._now())
         self._update()
         self._wake.set()

@@ -17,10 +17,8 @@ from types import MappingProxyType
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement, State
+from swarmnode.tolerances import FORGIVEN_AFTER_S, MAX_PROBATION_S, PROBATION_S
 
-PROBATION_S = 2.0
-MAX_PROBATION_S = 60.0
-FORGIVEN_AFTER_S = 120.0
 MAX_PEERS = 16_384
 FIRST_LOOK_S = 20.0  # peers that are seen so soon after the first one were there before
 AWAY_S = 600.0  # how long a peer whose announcement ended keeps its place among the holders

@@ -9,20 +9,26 @@ Sections of an announcement, each filled by the part of the node that knows its 
 
 A field that a section leaves UNSET keeps its announced value. On the wire an announcement is one flat array:
 names and nesting would take bytes that round trips need.
+
+Trust: a user's condition on the peers that may compute, by what they announce.
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Union
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
+from swarmnode.errors import UsageError
+from swarmnode.net.addressing.addresses import ip_of
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.signed import PeerSigned, Sign, Signable, Signed, Verify
@@ -354,3 +360,56 @@ def said(sections: Iterable[Section]) -> dict[str, Any]:
     """Return the set fields of all sections; of a field that is set twice, the later value counts."""
     told = ((name, getattr(section, name)) for section in sections for name in section.__struct_fields__)
     return {name: value for name, value in told if value is not UNSET}
+
+
+MIN_END_CHARS = 8
+GROUP = "group:"
+NETWORK = "net:"
+IpNetwork = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Condition on peers: a peer is trusted if any one of these matches. An empty condition trusts every peer."""
+
+    peers: tuple[str, ...] = ()  # peer ids, or their ends
+    groups: tuple[str, ...] = ()
+    networks: tuple[IpNetwork, ...] = ()
+
+    def __repr__(self) -> str:
+        words = [*self.peers, *(GROUP + group for group in self.groups), *(f"{NETWORK}{net}" for net in self.networks)]
+        return f"<Trust in {', '.join(words) or 'everybody'}>"
+
+    def covers(self, announcement: Announcement, group: str = "") -> bool:
+        """Return whether the peer of this announcement may compute. `group` is the group in its certificate."""
+        hosts = [ip_of(address) for address in announcement.addresses]
+        return (
+            self == EVERYBODY
+            or any(announcement.peer.endswith(peer) for peer in self.peers)
+            or (bool(group) and group in self.groups)
+            or any(hosts and all(host is not None and host in network for host in hosts) for network in self.networks)
+        )
+
+
+EVERYBODY = Trust()
+
+
+def parse_trust(words: Iterable[str]) -> Trust:
+    """Parse the values of `--trust`. Raises UsageError if one is not a peer, group or network."""
+    peers, groups, networks = [], [], []
+    for word in words:
+        if word.startswith(GROUP):
+            groups.append(word.removeprefix(GROUP))
+        elif word.startswith(NETWORK):
+            try:
+                networks.append(ipaddress.ip_network(text := word.removeprefix(NETWORK)))
+            except ValueError as error:
+                raise UsageError(f"{text!r} is not a network like 203.0.113.0/24: {error}") from None
+        elif len(word) >= MIN_END_CHARS and word.isalnum():
+            peers.append(word)
+        else:
+            raise UsageError(
+                f"{word!r} is not a peer, group or network; give a peer's id or at least its last {MIN_END_CHARS} characters, "
+                "group:NAME or net:203.0.113.0/24"
+            )
+    return Trust(tuple(peers), tuple(groups), tuple(networks))

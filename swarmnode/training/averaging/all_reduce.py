@@ -32,12 +32,13 @@ from swarmnode.compute.training.averaging.gradient_compressor import (
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
-from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
+from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.findings import outlier
 from swarmnode.plan.training.averaging import codecs_by_line, is_bearable, may_cluster
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.averaging.attempt import Attempt, Circle
@@ -69,7 +70,7 @@ class Agreed:
     @property
     def suspect(self) -> PeerId:
         """The peer whose contribution seems not to be its gradient; empty if there is none."""
-        return suspect(self.histories) or ""
+        return outlier(self.histories) or ""
 
     def commit(self, learner: DeviceLearners, norm: float) -> None:
         """Update the learner with the result. Must run on the executor."""

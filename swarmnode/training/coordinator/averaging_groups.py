@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 import msgspec
 import numpy as np
 
+from swarmnode import tolerances
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.training_messages import Group, How, PathRate, Reduce, Reduced
 from swarmnode.counting import layers
@@ -183,8 +184,6 @@ class AveragingGroups:
 log = logging.getLogger(__name__)
 
 LARGEST_SQUARE = 1e90  # no vector of float32 numbers has a larger square
-OTHERS_S = 5.0  # after a first failure, for the answers of the others, which show whose fault it was
-LARGEST_RATIO = 1e4  # of the squares that one peer alone reports to those of all others: a hundred times their norm
 
 
 @dataclass(eq=False)
@@ -227,7 +226,7 @@ class AllReduceAttempt:
         """Return whether the attempt needs no more answers: all peers have answered, or OTHERS_S have passed since the
         first failure."""
         waited_s = 0.0 if self._failed_at_s is None else self.clock() - self._failed_at_s
-        return self.over or (bool(self.failures) and waited_s >= OTHERS_S)
+        return self.over or (bool(self.failures) and waited_s >= tolerances.OTHERS_S)
 
     def request(self, peer: PeerId) -> Reduce:
         """Return the REDUCE message to `peer`, with the groups of blocks that it averages."""
@@ -314,9 +313,9 @@ class AllReduceAttempt:
             own = [number for number in squares if alone.get(number) == peer]
             others = math.fsum(square for number, square in squares.items() if number not in own)
             total = math.fsum(squares[number] for number in own)
-            if others > 0 and total > LARGEST_RATIO * others:
+            if others > 0 and total > tolerances.LARGEST_RATIO * others:
                 log.warning("stage %s alone reports %.1e times the square of all others", peer, total / others)
-                squares |= {number: squares[number] / total * LARGEST_RATIO * others for number in own}
+                squares |= {number: squares[number] / total * tolerances.LARGEST_RATIO * others for number in own}
         return math.sqrt(math.fsum(squares.values()))
 
     def _square(self, group: Group) -> float:

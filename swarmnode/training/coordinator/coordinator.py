@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from swarmnode import tolerances
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import End, Error
@@ -40,8 +41,8 @@ from swarmnode.plan.training.coordination import (
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.link_times import SAVE_S
 from swarmnode.training.coordinator.step_loop import CoordinatorResources, StepLoop
-from swarmnode.training.coordinator.timeouts import OUT, SAVE_S
 from swarmnode.training.coordinator.worker_group import (
     MAX_TERM_JUMP,
     WorkerGroup,
@@ -219,7 +220,7 @@ class Coordinator:
             # Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that
             # repeats this, or whose term is too far ahead for stages to follow, is dismissed.
             believable = status.term - self.term <= MAX_TERM_JUMP // 2
-            if believable and self._failures.record(member.peer) < OUT:
+            if believable and self._failures.record(member.peer) < tolerances.FAILURES:
                 self._resigned(status.term)
             else:
                 self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 
+from swarmnode import tolerances
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_messages import (
@@ -34,8 +35,7 @@ from swarmnode.plan.training.step_forecast import passing_s
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, set_at_once, wire
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, PeerFailures
+from swarmnode.training.coordinator.link_times import AnswerTimes, FailedAttempts, Failures, LinkTimes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from swarmnode.training.worker.admission import seal_lease
 
@@ -107,7 +107,7 @@ class TrainerConnections:
 log = logging.getLogger(__name__)
 
 LEASE_BITS = 22  # leases of one term
-NEWCOMERS = "newcomers"  # all trainers that have fed nothing yet, as one name in `PeerFailures`
+NEWCOMERS = "newcomers"  # all trainers that have fed nothing yet, as one name in `Failures`
 MAX_PROVEN = 1024
 
 
@@ -119,7 +119,7 @@ class Dispatcher:
     units: int
     members: Mapping[PeerId, WorkerHandle]
     trainer_connections: TrainerConnections
-    failures: PeerFailures
+    failures: Failures
     link_times: LinkTimes
     _: KW_ONLY
     clock: Callable[[], float]
@@ -326,11 +326,11 @@ class Dispatcher:
         return suspects
 
     def record_failure(self, peer: PeerId, *, is_trainer: bool = False) -> None:
-        """Leave a peer alone for a while. A trainer that fails OUT times in a row is no longer proven."""
+        """Leave a peer alone for a while. A trainer that fails FAILURES times in a row is no longer proven."""
         self.failures.record(peer)
         if is_trainer and peer not in self._proven:
             self.failures.record(NEWCOMERS)
-        elif is_trainer and self.failures.in_a_row(peer) >= OUT:
+        elif is_trainer and self.failures.in_a_row(peer) >= tolerances.FAILURES:
             self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:

@@ -22,9 +22,8 @@ from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination,
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
 from swarmnode.training.coordinator.coordinator import TERM_BITS, Coordinator
-from swarmnode.training.coordinator.link_times import LinkTimes
+from swarmnode.training.coordinator.link_times import STALLED_S, Failures, LinkTimes
 from swarmnode.training.coordinator.step_loop import CoordinatorResources
-from swarmnode.training.coordinator.timeouts import STALLED_S, PeerFailures
 from swarmnode.training.coordinator.worker_group import Line, Loopback
 from swarmnode.training.worker.stage_state import check_positions
 from swarmnode.training.worker.training_stage import TrainingStage
@@ -55,10 +54,10 @@ class CoordinatorElection:
         self._resources = CoordinatorResources(
             self.units,
             self._dial,
-            PeerFailures(self.clock),
+            Failures(self.clock, self.stage.spot_checks.standing),
             self.link_times,
             check_run=partial(check_positions, self.stage.segment),
-            false_peers=self.stage.spot_checks.false_peers,
+            standing=self.stage.spot_checks.standing,
             codecs=self.stage.compressor.allowed,
             clock=self.clock,
             decisions=self.decisions,

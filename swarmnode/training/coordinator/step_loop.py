@@ -7,13 +7,14 @@ which event of `plan/training/coordination.py` has come about, and the coordinat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from swarmnode import tolerances
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_messages import (
@@ -34,6 +35,7 @@ from swarmnode.codec.training_messages import (
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.compression import slowest_link_s
 from swarmnode.plan.training.coordination import Event, RecoveryPlan
 from swarmnode.plan.training.step_forecast import ExpectedStep
@@ -41,22 +43,19 @@ from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt, AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections
-from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.timeouts import (
+from swarmnode.training.coordinator.link_times import (
     ALL_REDUCE,
-    ATTEMPTS,
-    OUT,
     SAVE_S,
     AnswerTimes,
     FailedAttempts,
-    PeerFailures,
+    Failures,
+    LinkTimes,
 )
 from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.training.worker.stage_state import masks_of
 
 log = logging.getLogger(__name__)
 
-MOST_CLAIMS = 24  # of NaN in a step
 SOON = 8  # an eighth of a step is counted: later arrivals do not change its forecast
 
 
@@ -65,16 +64,16 @@ class CoordinatorResources:
     """The node's resources for its coordinator in every term.
 
     `dial` opens a conversation with a stage. `check_run` raises ProtocolError if the model cannot do the run.
-    `false_peers`: the peers that the node's own stage has found false. `awaits_others` returns whether peers are on their
+    `standing`: this node's findings about peers. `awaits_others` returns whether peers are on their
     way to their spans. `clock` returns seconds.
     """
 
     units: int
     dial: Dial
-    failures: PeerFailures
+    failures: Failures
     link_times: LinkTimes
     check_run: Callable[[Run], None]
-    false_peers: Set[PeerId]
+    standing: Findings
     codecs: Collection[int]
     clock: Callable[[], float]
     decisions: DecisionLog
@@ -225,11 +224,11 @@ class StepLoop:
         self._ledger.report(member.peer, member.span, masks, status.losses, adds=adds)
 
     def released(self, record: OutstandingLease) -> None:
-        """Blame the peers that may have made a released lease fail, and dismiss those that failed OUT times if others can
+        """Blame the peers that may have made a released lease fail, and dismiss those that failed FAILURES times if others can
         take their place."""
         for peer in self.dispatcher.blame(record):
-            if self.resources.failures.in_a_row(peer) >= OUT and self.worker_group.can_spare(peer):
-                self.worker_group.dismiss(peer, f"it failed {OUT} times in a row")
+            if self.resources.failures.in_a_row(peer) >= tolerances.FAILURES and self.worker_group.can_spare(peer):
+                self.worker_group.dismiss(peer, f"it failed {tolerances.FAILURES} times in a row")
         self._stop_if_hopeless()
 
     def _stop_if_hopeless(self) -> None:
@@ -237,7 +236,9 @@ class StepLoop:
         unit = self.dispatcher.hopeless_unit()
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code
-            facts = (f"every machine with layer {unit} has failed {ATTEMPTS} times, at last by error {code}",)
+            facts = (
+                f"every machine with layer {unit} has failed {tolerances.ATTEMPTS} times, at last by error {code}",
+            )
             self.resources.decisions.record(Topic.TRAINING, f"stops the run at step {self.step}", facts)
             self._stopped = Stopped(self.step, self.run.id, code, unit)
 
@@ -271,10 +272,11 @@ class StepLoop:
 
         Peers that are suspects in all claims of the step are struck, and a claimant is kept apart from the neighbour that it
         accuses, or from both: together they would rest and come back as the same route, so that no later claim told which of them
-        lies. The only suspect is dismissed after OUT claims and banned after twice as many; several take turns to be dismissed.
+        lies. The only suspect is dismissed after FAILURES claims and banned after twice as many; several take turns to be
+        dismissed.
 
         The run stops if no peer is a suspect in all claims; from the second claim on, if none of those peers can be spared; and
-        after MOST_CLAIMS.
+        after NAN_CLAIMS.
         """
         if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
             return  # it knows nothing about units that it does not hold
@@ -291,7 +293,7 @@ class StepLoop:
             *(peers if not peer or self._can_do_without(peer) else peers - {peer} for peers, peer in self._claims)
         )
         count, is_spared = len(self._claims), any(map(self._can_do_without, common))
-        if not common or (count > 1 and not is_spared) or count >= MOST_CLAIMS:
+        if not common or (count > 1 and not is_spared) or count >= tolerances.NAN_CLAIMS:
             unit = claim.unit if claim.unit >= 0 or not claim.peer else member.span.start
             self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
             return
@@ -302,9 +304,9 @@ class StepLoop:
         for peer in sorted(common):
             self.dispatcher.record_failure(peer, is_trainer=record is not None and peer == record.trainer)
         spared = sorted(peer for peer in common if self.worker_group.can_spare(peer))
-        if spared and (count >= 2 * OUT or (count >= OUT and len(spared) == 1)):
+        if spared and (count >= 2 * tolerances.FAILURES or (count >= tolerances.FAILURES and len(spared) == 1)):
             suspect = spared[count % len(spared)]
-            if count >= 2 * OUT and common == {suspect}:
+            if count >= 2 * tolerances.FAILURES and common == {suspect}:
                 self.resources.failures.ban(suspect)
             self.worker_group.dismiss(suspect, "values that pass through it become NaN or infinite")
 
@@ -415,7 +417,7 @@ class StepLoop:
     def _convicted(self, all_reduce: AllReduceAttempt) -> PeerId | None:
         """Return a contributor that sends or contributes false values, by its replicas' majority or by this node's own
         observation; None if there is none."""
-        return all_reduce.convicted or min(self.resources.false_peers & all_reduce.contributors, default=None)
+        return all_reduce.convicted or min(self.resources.standing.proved & all_reduce.contributors, default=None)
 
     def reduce(self) -> None:
         """Start the all-reduce of the replicas of each layer; listeners take part without a contribution."""

@@ -29,7 +29,7 @@ from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import decode_run
-from swarmnode.training.coordinator.timeouts import SILENCE_S, STALLED_S, AnswerTimes, PeerFailures
+from swarmnode.training.coordinator.link_times import SILENCE_S, STALLED_S, AnswerTimes, Failures
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class WorkerGroup:
     """
 
     dial: Dial
-    failures: PeerFailures
+    failures: Failures
     _: KW_ONLY
     clock: Callable[[], float]
     joined: Callable[[WorkerHandle], None]
@@ -289,6 +289,7 @@ class WorkerGroup:
 
     def dismiss(self, peer: PeerId, reason: str) -> None:
         """Drop the stage of `peer`, which does not do its part, as if its link were lost; `reason` is the text."""
+        self.failures.leave_out(peer, reason)
         self._lose(peer, PeerLost(reason, peer=peer))
 
     @property
@@ -450,7 +451,7 @@ DOING = {
 
 
 def longest_waits(
-    members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], failures: PeerFailures, now_s: float
+    members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], failures: Failures, now_s: float
 ) -> tuple[Wait, ...]:
     """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way. A
     microbatch may be at any place of its route, so all its peers are listed. Waits that began just now are left out. Each kind is

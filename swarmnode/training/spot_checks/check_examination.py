@@ -47,13 +47,11 @@ from swarmnode.errors import ProtocolError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import ask_one
-from swarmnode.plan.audits import CONTRIBUTED, SMALLEST, Calibration, Judgement, Tolerance, judge_states
+from swarmnode.plan.audits import Calibration, Judgement, Tolerance, judge_states
 from swarmnode.swarm.records.statement import open_commitment
+from swarmnode.tolerances import CONTRIBUTED, LOSS, SMALLEST, SUMS_ROUND
 from swarmnode.training.spot_checks.step_records import Committer, Place, StoredMicrobatch, read_entries
 from swarmnode.training.worker.admission import is_of_its_size
-
-SUMS_ROUND = 4.0  # factor: what a microbatch added is the difference of two sums
-LOSS = 0.02  # relative tolerance
 
 Shapes = tuple[tuple[int, tuple[int, ...]], ...]
 """Dtype and shape of each value."""

@@ -31,10 +31,12 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.questions import LocalPeer, ask, board_of
-from swarmnode.plan.audits import CONTRIBUTED, AuditBudget, Calibration, Judgement, SessionCost
-from swarmnode.swarm.peers.standing import Standing
+from swarmnode.plan.audits import AuditBudget, Calibration, Judgement, SessionCost
+from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.statement import open_commitment
+from swarmnode.tolerances import CONTRIBUTED, TRIALS
 from swarmnode.training.spot_checks.check_examination import (
     Examination,
     FalseWork,
@@ -57,14 +59,13 @@ WITHOUT_RESULT = (  # data of a peer may be unlike anything that torch expects
     *(SwarmnodeError, asyncio.TimeoutError),
     *(ValueError, RuntimeError, LookupError, TypeError, ArithmeticError),
 )
-LOOKS = 3  # that must pass before an accusation counts as false: a peer that lies only sometimes is not caught by each
 MAX_SUSPICIONS = 64
 
 
 class Suspicions:
     """Pending accusations, one per author, so that no author diverts all checks from another peer."""
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: Findings) -> None:
         self._standing = standing
         self._by_author: dict[PeerId, tuple[PeerId, list[str]]] = {}  # accused peer, and the results of checks of it
 
@@ -85,14 +86,14 @@ class Suspicions:
 
     def record_check(self, accused: PeerId, result: str) -> None:
         """Record the result of a check of a peer, whatever the reason for the check. Ends accusations that are confirmed or
-        checked LOOKS times."""
+        checked TRIALS times."""
         for author, (told, results) in list(self._by_author.items()):
             if told != accused:
                 continue
             results.append(result)
-            if result == "false" or len(results) == LOOKS:
+            if result == "false" or len(results) == TRIALS:
                 del self._by_author[author]
-            if results == ["passed"] * LOOKS:
+            if results == ["passed"] * TRIALS:
                 self._standing.accused_in_vain(author, accused)
 
 
@@ -103,7 +104,7 @@ class SpotChecks:
     peer: LocalPeer
     committer: Committer
     executor: Executor
-    standing: Standing
+    standing: Findings
     ledger: MemoryLedger
     _: KW_ONLY
     budget: AuditBudget = field(default_factory=AuditBudget)
@@ -111,7 +112,6 @@ class SpotChecks:
 
     def __post_init__(self) -> None:
         self.records = StepRecords(self.peer.link_config.ledger)
-        self.false_peers: set[PeerId] = set()  # peers found false by computation here
         self.counts: Counter[str] = Counter()
         self._calibration = Calibration()
         self._suspicions = Suspicions(self.standing)
@@ -181,7 +181,8 @@ class SpotChecks:
         await self._check_drawn(reduce, learner)
         await self._check_exchange(reduce, learner)
         beside = {peer for _, peer in self._exchanges(learner)}
-        return min(self.false_peers & contributors(reduce), default="") or min(self.false_peers & beside, default="")
+        proved = self.standing.proved
+        return min(proved & contributors(reduce), default="") or min(proved & beside, default="")
 
     async def _check_drawn(self, reduce: Reduce, learner: DeviceLearners) -> None:
         drawn, self._drawn = self._drawn, None
@@ -196,11 +197,11 @@ class SpotChecks:
             self._find(examination, str(error), contributors(reduce))
         except WITHOUT_RESULT as error:
             log.info("a spot check of peer %s had no result: %s", drawn, error or "no answer in time")
-            self.standing.forfeit(drawn)
+            self.standing.add(drawn, Kind.SILENT, f"it did not show its work of step {learner.step}")
             self._record(drawn, "void")
         else:
             self._settle(examination, reduce, judgement)
-        await self.standing.store()
+        await asyncio.to_thread(self.standing.save)
 
     async def _check_exchange(self, reduce: Reduce, learner: DeviceLearners) -> None:
         """Compare the drawn microbatch with the record of the hop that it was exchanged with. A hop without a record of the same
@@ -222,7 +223,7 @@ class SpotChecks:
             log.info("peer %s did not show an exchanged microbatch: %s", peer, error or "no answer in time")
             return
         self._find(examination, why)
-        await self.standing.store()
+        await asyncio.to_thread(self.standing.save)
 
     def _exchanges(self, learner: DeviceLearners) -> list[tuple[StoredMicrobatch, PeerId]]:
         """Return the microbatches of the step that this stage exchanged with other stages, with each of these."""
@@ -232,7 +233,7 @@ class SpotChecks:
     def _draw_exchange(self, learner: DeviceLearners) -> tuple[StoredMicrobatch, PeerId] | None:
         """Return a microbatch to compare with a hop beside this one; None if there is none, or this stage checks nothing. It is
         charged to the budget and does not wait for it: it costs a fraction of what a step earns."""
-        able = [(one, peer) for one, peer in self._exchanges(learner) if peer not in self.false_peers]
+        able = [(one, peer) for one, peer in self._exchanges(learner) if peer not in self.standing.proved]
         if not able or not self.budget.share:
             return None
         counted = len(self.records.of(learner.run.id, learner.step))
@@ -243,7 +244,7 @@ class SpotChecks:
         """Return the peer to check in this step: a suspect, or at random any contributor; None for most steps."""
         step = learner.run.id, learner.step
         averages = learner.run.averaging.every > 1  # parameters differ then
-        others = contributors(reduce) - self.false_peers - {self.committer.peer}
+        others = contributors(reduce) - self.standing.proved - {self.committer.peer}
         self._checked = step
         if averages or not others or not learner.segment.is_portable:
             return None
@@ -283,15 +284,14 @@ class SpotChecks:
             self._find(examination, f"{beyond}, by up to {judgement.worst:.3g} times", contributors(reduce))
         else:
             self._record(examination.peer, "passed")
-            self.standing.pass_audit(examination.peer, judgement.compared)
+            right = f"{judgement.compared} rows of a microbatch are as they were computed again here"
+            self.standing.add(examination.peer, Kind.RIGHT, right, weight=judgement.compared)
 
     def _find(self, examination: Examination, why: str, contributors: Collection[PeerId] = ()) -> None:
         """Record that the examined peer is false, and tell the other contributors to look at it, too."""
         peer = examination.peer
-        log.warning("peer %s sends false results in the training: %s", peer, why)
         self._record(peer, "false")
-        self.false_peers.add(peer)
-        self.standing.shun(peer)
+        self.standing.add(peer, Kind.FALSE, f"in the training: {why}")
         accusation = Accusation(examination.learner.run.id, peer, examination.commitment)
         for other in sorted(set(contributors) - {self.committer.peer, peer}):
             self._telling.spawn(self._tell(other, accusation), f"tell {other}")

@@ -42,7 +42,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.plan.view import Span
 from swarmnode.serving.passage import URGENCY, MicrobatchPassage, ending, read_from, read_gradients
-from swarmnode.training.coordinator.timeouts import CLEANUP
+from swarmnode.training.coordinator.link_times import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import StoredMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor

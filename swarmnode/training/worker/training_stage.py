@@ -44,9 +44,10 @@ from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
+from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
-from swarmnode.training.coordinator.timeouts import SAVE_S
+from swarmnode.training.coordinator.link_times import SAVE_S
 from swarmnode.training.coordinator.worker_group import Following, LeadClaims, Line
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
@@ -314,6 +315,9 @@ class TrainingStage:
                 state.agree(agreed, body.groups)
             suspect = agreed.suspect
             if self._checking is not None:
+                if suspect:
+                    unlike = f"what it contributed to step {body.step} is unlike the others' gradients"
+                    self._checking.standing.add(suspect, Kind.OUTLYING, unlike)
                 suspect = await self._checking.check(body, self.state.learner) or suspect
             rates = [PathRate(peer, bps) for peer, bps in agreed.rates_bps.items()]
             answer = Reduced(

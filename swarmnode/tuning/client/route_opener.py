@@ -34,11 +34,10 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.router import MILD, Blame, HopFault, Router, Verdict
+from swarmnode.tolerances import TUNING_PAUSE_S
 from swarmnode.tuning.adapter_parts import AdapterParts, AdapterPassage, TuningDevice, TuningPace, encode_recipe
 from swarmnode.tuning.client.state_shapes import AdapterState, StateShapes
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch, TunedRoute
-
-AVOID_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class SwarmRoutes:
         self._on_waiting = on_waiting
         self._clock = clock
         self._patience_s = patience_s
-        self._blame = Blame(clock, avoid_s=AVOID_S)
+        self._blame = Blame(clock, avoid_s=TUNING_PAUSE_S)
         self._epoch = 0
         self._route: Sequence[HopSpec] = ()
         self._too_small: dict[

@@ -8,18 +8,8 @@ import random
 import pytest
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.plan.audits import (
-    FAR,
-    MAX_FACTOR,
-    NOISE,
-    SPREAD,
-    VOICES,
-    Calibration,
-    Judgement,
-    judge_states,
-    judge_tokens,
-    noise_of,
-)
+from swarmnode.plan.audits import Calibration, Judgement, judge_states, judge_tokens, noise_of
+from swarmnode.tolerances import FAR, MAX_FACTOR, NOISE, SPREAD, VOICES
 
 TOLERANCE = Calibration().tolerance("bfloat16", Codec.NONE, units=8)
 

@@ -14,9 +14,10 @@ from swarmnode.errors import ErrorCode, NoRoute
 from swarmnode.net.identity import Identity
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
-from swarmnode.serving.client.router import MOST_CLAIMS, Blame, Verdict, suspects_of
+from swarmnode.serving.client.router import Blame, Verdict, suspects_of
 from swarmnode.serving.job import Job, JobResult
 from swarmnode.serving.session.session_streams import OutputStream
+from swarmnode.tolerances import CLAIMS
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import MODULUS, ToySwarm, expected
 from tests.watch import Watch
@@ -117,7 +118,7 @@ def test_a_hop_that_accuses_its_neighbour_is_left_out_where_others_hold_its_laye
 ) -> None:
     """Whichever of the two it is: the routes tried one after another come to one without it, and nobody is suspected in others."""
     goes_on = firsts > 1 if liar == "ann" else lasts > 1
-    for _ in range(2 * MOST_CLAIMS):
+    for _ in range(2 * CLAIMS):
         try:
             route = best(blame, firsts, lasts)
         except NoRoute:

@@ -1,5 +1,6 @@
-from swarmnode.swarm.peers.peer_table import AWAY_S, FIRST_LOOK_S, MAX_PROBATION_S, PeerTable
+from swarmnode.swarm.peers.peer_table import AWAY_S, FIRST_LOOK_S, PeerTable
 from swarmnode.swarm.records.announcement import State
+from swarmnode.tolerances import MAX_PROBATION_S
 from tests.swarm.records.test_announcement import NOW, make
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.swarm.peers.standing import EVERYBODY, parse_trust
-from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.announcement import EVERYBODY, Announcement, parse_trust
 from tests.swarm.society import ALICE, BOB, NOW, SWARM
 
 

@@ -16,9 +16,10 @@ from swarmnode.errors import ErrorCode, NotFinite
 from swarmnode.plan.training.coordination import Event, Phase
 from swarmnode.plan.training.step_ledger import OutstandingLease
 from swarmnode.plan.view import Span
+from swarmnode.tolerances import NAN_CLAIMS
 from swarmnode.training.coordinator.averaging_groups import WarmStarts
-from swarmnode.training.coordinator.step_loop import MOST_CLAIMS, StepLoop
-from swarmnode.training.coordinator.timeouts import PeerFailures
+from swarmnode.training.coordinator.link_times import Failures
+from swarmnode.training.coordinator.step_loop import StepLoop
 from tests.peer.training_swarm import Volunteer, toy_batches, toy_run, until
 from tests.training.test_hangs import STEPS, Scenario, in_scenario
 
@@ -105,9 +106,9 @@ class Replicas:
         """Nothing is leased by itself."""
 
 
-def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, PeerFailures, StepLoop]:
+def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, Failures, StepLoop]:
     """The stage at the place `claimant` of each route says that its own layer met NaN, until the run stops."""
-    replicas, failures = Replicas(), PeerFailures(lambda: 0.0)
+    replicas, failures = Replicas(), Failures(lambda: 0.0)
     office = SimpleNamespace(units=3, failures=failures, clock=lambda: 0.0)
     groups = SimpleNamespace(warm_starts=WarmStarts())
     shared: Any = (office, replicas, replicas, (), groups, lambda: False)
@@ -135,5 +136,5 @@ def test_a_stage_on_all_claimed_routes_is_dismissed_and_then_banned(liar: str, c
 
 def test_suspects_that_are_never_apart_take_turns_until_the_run_stops() -> None:
     replicas, failures, loop = overflow(1000 * ["abc"], 1)
-    assert loop.has_come(Event.FAILED) and len(replicas.dismissed) < MOST_CLAIMS
+    assert loop.has_come(Event.FAILED) and len(replicas.dismissed) < NAN_CLAIMS
     assert set(replicas.dismissed) == {"a", "b", "c"} and not failures.banned

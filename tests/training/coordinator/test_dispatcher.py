@@ -14,7 +14,7 @@ from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
-from swarmnode.training.coordinator.timeouts import PeerFailures
+from swarmnode.training.coordinator.link_times import Failures
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from tests.peer.training_swarm import NoLinkTimes
 from tests.training.scene import KEY, RUN
@@ -50,7 +50,7 @@ class Office:
         self.trainers = [TrainerLine(cast("Any", Line(name)), RUN, 1) for name in ("one", "other")]
         for trainer in self.trainers:
             trainer_connections.add(trainer, 0)
-        self.strikes = PeerFailures(clock)
+        self.strikes = Failures(clock)
         links = cast("Any", NoLinkTimes())
         self.members = {"stage": self.member}
         self.dispatcher = Dispatcher(UNITS, self.members, trainer_connections, self.strikes, links, clock=clock)

@@ -14,7 +14,7 @@ from swarmnode.codec.training_messages import Condition, Discard, Status
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
-from swarmnode.training.coordinator.timeouts import PeerFailures
+from swarmnode.training.coordinator.link_times import Failures
 from swarmnode.training.coordinator.worker_group import Loopback, WorkerGroup, WorkerHandle, WorkerState
 
 
@@ -34,7 +34,7 @@ class Stages:
         self.lost: list[PeerId] = []
         self.lines: dict[PeerId, Loopback] = {}
         self.now_s = 0.0
-        self.strikes = PeerFailures(lambda: self.now_s)
+        self.strikes = Failures(lambda: self.now_s)
         self.worker_group = WorkerGroup(
             self.dial, self.strikes, clock=lambda: self.now_s, joined=self._join, received=self._hear, lost=self._lose
         )

@@ -14,7 +14,7 @@ hundred times too long shows at once. *Constancy* of the direction from the cent
 samples, which differs each step. The squared length of a sum of these ways is then about the sum of their squares; for a member
 that pulls into one direction it grows towards that times the number of steps. *Agreement*: honest gradients have some direction in
 common; a reversed gradient, a zero one or noise has none. The suspicion of one member is a vote and no verdict: the coordinator
-follows the majority (`coordinator/averaging_groups.py`).
+follows the majority (`coordinator/averaging_groups.py`). `plan/findings.py` decides which member stands out.
 
 Shape letters: P members, Q the centre and the members, M elements of a part, K of a sketch.
 """
@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from swarmnode import tolerances
 from swarmnode.compute.training.averaging.parts import Contribution
 from swarmnode.compute.training.recomputation import SKETCHED, count_sketch
 
@@ -37,15 +38,8 @@ LEAST_MEMBERS = 3  # with two that differ it is unknown which one is wrong
 USUAL_GAIN = 0.1
 SLICE = 1 << 15  # elements whose median is found at once, so that sorting takes little memory
 LITTLE = 0.25  # of the others' agreement: an honest member's is less than theirs by its fewer samples at most
-FAR = 3.0  # times the distance of honest members, on average
 DISTANCE_GAIN = 0.2
 MEMORY = 0.95  # of ways and spreads, a step
-CONSTANT = 5.0  # times the constancy of independent ways
-OTHERS = 2.0  # times the other members' constancy: a misleading member moves the centre, and then all are off a little
-STEPS = 8  # before constancy counts
-AGAINST = 10.0  # a cumulative sum (Page, Biometrika 1954) of how many spreads agreement is below 0, each step ...
-ALLOWANCE = 0.5  # ... less this: mere noise does not add up
-LARGEST_STEP = 3.0  # one step alone proves nothing
 LEAST_SPREAD = 0.02
 
 
@@ -191,14 +185,14 @@ class History:
     def followed_by(self, deviation: Deviation) -> History:
         """Return the history of a member after one more step, whose contribution had this `deviation`."""
         change = 0.0 if self.agreement is None else deviation.agreement - self.agreement
-        below = min(LARGEST_STEP, -deviation.agreement / self._spread)
+        below = min(tolerances.LARGEST_STEP, -deviation.agreement / self._spread)
         return History(
             MEMORY * self.ways_K + deviation.way_K,
             MEMORY**2 * self.squares + float(deviation.way_K.square().sum()),
             self.distance + DISTANCE_GAIN * (deviation.distance - self.distance),
             deviation.agreement,
             MEMORY * self.changes + change**2,
-            max(0.0, self.against + below - ALLOWANCE),
+            max(0.0, self.against + below - tolerances.ALLOWANCE),
             self.steps + 1,
         )
 
@@ -259,19 +253,3 @@ class OutlierDetector:
     def accept(self, histories: dict[str, History]) -> None:
         """Replace the histories of all members by those of a committed step."""
         self._histories = histories
-
-
-def suspect(histories: Mapping[str, History]) -> str | None:
-    """Return the member whose history of contributions stands out the most; None if none does."""
-    farthest = max(histories, key=lambda peer: histories[peer].distance, default=None)
-    if farthest is not None and histories[farthest].distance > FAR:
-        return farthest
-    against = max(histories, key=lambda peer: histories[peer].against, default=None)
-    if against is not None and histories[against].against > AGAINST:
-        return against
-    known = {peer: history for peer, history in histories.items() if history.steps >= STEPS}
-    if len(known) < 2:
-        return None
-    steadiest = max(known, key=lambda peer: known[peer].constancy)
-    others = statistics.median(history.constancy for peer, history in known.items() if peer != steadiest)
-    return steadiest if known[steadiest].constancy > max(CONSTANT, OTHERS * others) else None

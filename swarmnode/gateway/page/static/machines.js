@@ -55,7 +55,7 @@ function showMachine(card, peer, { writeText, layers }) {
     [speed && `${pace(speed)} through its ${plural(count, "layer")}`],
     [busy, room],
     [...links, peer.reached !== "unknown" && peer.reached],
-    [`here for ${duration(Date.now() / 1000 - peer.since)}`, peer.standing === "good" ? peer.trust > 0 && `audited, trust ${percent(peer.trust)}` : peer.standing],
+    [`here for ${duration(Date.now() / 1000 - peer.since)}`, peer.standing === "good" ? peer.trust > 0 && `audited, trust ${percent(peer.trust)}` : `${peer.standing}: ${peer.findings.at(-1) ?? ""}`],
   ];
   const lines = facts.map((each) => each.filter(Boolean).join(" · ")).filter(Boolean);
   fill(

@@ -16,9 +16,9 @@ from swarmnode.compute.training.averaging.robust_aggregation import (
     History,
     OutlierDetector,
     median,
-    suspect,
 )
 from swarmnode.errors import UsageError
+from swarmnode.plan.findings import outlier
 from swarmnode.swarm.records.run import Averaging, Run, check_run
 from tests.compute.training.averaging.together import agree
 
@@ -95,7 +95,7 @@ def named_after(lie: Lie, steps: int) -> tuple[str | None, int]:
         detector.begin()
         detector.clipping("group", PEERS, PEERS).reduce(slice(0, LENGTH), contributions(shares, [0.25] * 4))
         histories = detector.histories()
-        if (found := suspect(histories)) is not None:
+        if (found := outlier(histories)) is not None:
             return found, step + 1
         detector.accept(histories)
     return None, steps
