@@ -136,16 +136,17 @@ def attention_by_position(
         ), None
     rows, heads, count, width = query.shape
     columns = key.shape[2]
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    is_other = is_other or trains or (attention_mask is not None and attention_mask.dtype != torch.float16)
+    if is_other and softcap is None and s_aux is None:
+        mask = None if attention_mask is None else attention_mask.to(query.dtype)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)[0], None
     if attention_mask is None:  # a causal pass whose queries belong to the last columns
         hidden_TC = torch.full((count, columns), -math.inf, dtype=torch.float16).triu_(columns - count + 1)
         mask_BTC = hidden_TC.expand(rows, count, columns).contiguous()
     else:
         mask_BTC = attention_mask.expand(rows, 1, count, columns).reshape(rows, count, columns)
-    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if trains or mask_BTC.dtype != torch.float16 or is_other:
-        if softcap is None and s_aux is None:
-            mask = None if attention_mask is None else attention_mask.to(query.dtype)
-            return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)[0], None
+    if is_other:
         own = sys.modules[type(module).__module__].eager_attention_forward  # the family's, with cap and sinks
         mask, kwargs = mask_BTC[:, None].to(query.dtype), {**kwargs, "softcap": softcap, "s_aux": s_aux}
         return own(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)[0], None

@@ -115,22 +115,24 @@ class _Thread(threading.local):
         if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
             return last[2]
         rows, inputs = x_RI.shape
-        parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
-        rest_RI, lost_N1 = x_RI, torch.zeros(1, 1)
+        plain = ACTIVATIONS["Q8_0"] if form.name == "Q8_1" else form  # no function of ggml reads Q8_1
+        parts_PRB = aligned(PARTS * rows * plain.row_bytes(inputs)).view(PARTS, rows, -1)
+        rest_RI, rounded_RI = x_RI.clone(), torch.empty(rows, inputs)
         for part_RB in parts_PRB:
-            self._ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
-            if form.name == "Q8_1":
-                # Blocks have their sums in float16: what the part before has lost of these is added here.
-                blocks_NB = part_RB.view(-1, form.block_bytes)
-                scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
-                rounded_RI = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
-                wanted_N1 = rounded_RI.sum(dim=1, keepdim=True) + lost_N1 * STEP
-                sum_N1.copy_(wanted_N1)
-                lost_N1 = wanted_N1 - sum_N1.float()
-            else:
-                rounded_RI = torch.empty(rows, inputs)
-                self._ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
-            rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+            self._ggml.quantisers[plain.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+            self._ggml.dequantisers[plain.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+            rest_RI.sub_(rounded_RI).mul_(STEP)
+        if (
+            form.name == "Q8_1"
+        ):  # Q8_0, and the sum of each block as float16: parts hold what those before have lost of it
+            blocks_PNB = parts_PRB.view(PARTS, -1, plain.block_bytes)
+            parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+            wider_PNB = parts_PRB.view(PARTS, -1, form.block_bytes)
+            wider_PNB[..., :2], wider_PNB[..., 4:] = blocks_PNB[..., :2], blocks_PNB[..., 2:]
+            rest_N1 = x_RI.view(-1, form.block).sum(dim=1, keepdim=True)
+            for sum_N1 in wider_PNB[..., 2:4].view(torch.float16):
+                sum_N1.copy_(rest_N1)
+                rest_N1 = (rest_N1 - sum_N1).mul_(STEP)
         self._last_split = x_RI.clone(), form.name, parts_PRB
         return parts_PRB
 
@@ -285,9 +287,9 @@ class GgmlMatrix:
         parts_PRO = self._product(threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
             PARTS, *x_RI.shape[:1], -1
         )
-        y_RO = parts_PRO[-1]
-        for part_RO in parts_PRO[:-1].flip(0):
-            y_RO = part_RO.add(y_RO, alpha=1 / STEP)
+        *parts, y_RO = parts_PRO.unbind()
+        for part_RO in reversed(parts):
+            y_RO = part_RO.add_(y_RO, alpha=1 / STEP)
         return y_RO
 
     def move_into(self, memory: Tensor) -> None:

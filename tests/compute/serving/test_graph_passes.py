@@ -29,7 +29,9 @@ from swarmnode.compute.packing.packed_weight import PackedWeight, hold
 from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.graphs import graph_passes
 from swarmnode.compute.serving.graphs.graph_passes import GRAPHS, SpanGraphs, SpareCores
+from swarmnode.compute.serving.graphs.operations import OpenSize
 from swarmnode.compute.serving.graphs.span_graph import SpanGraph
+from swarmnode.compute.serving.graphs.span_trace import trace_span
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.ledger import Account, MemoryLedger
@@ -113,6 +115,7 @@ def logits(runner: StageRunner, ids_BT: Tensor, cuts: list[int], name: str = "a"
         "cohere",
         "gemma2",
         "granite_swa",
+        "granitemoe",
     ],
 )
 def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: str, tmp_path: Path) -> None:
@@ -123,10 +126,21 @@ def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: st
     assert graphs_of(runner).passes > 0, graphs_of(runner).refusals
     for cuts in (list(range(20, LENGTH)), [3, 9, 10, 31]):
         assert torch.equal(logits(runner, ids_BT, cuts), whole)
+    runner.open("last", rows=2, max_length=60)
+    (result,) = runner.run([StepInput("last", torch.cat([ids_BT.flip(1), ids_BT]))])
+    assert torch.equal(result.output[1:], whole[:, -1:]), "positions without logits are left out early"
     by_torch = open_runner(span)
     by_torch.graphs = None
     wanted = logits(by_torch, ids_BT, [])
     assert float((whole - wanted).abs().mean() / wanted.std()) < ROUNDED
+
+
+def test_behind_the_last_attention_a_graph_has_positions_with_logits_only(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    operations = trace_span(span, 0, span.end, {}, is_empty=False).operations
+    last = max(at for at, operation in enumerate(operations) if operation.name == "attention")
+    products = [operation for operation in operations[last:] if operation.name == "product"]
+    assert products and all(operation.shape[0] == OpenSize("BK") for operation in products)
 
 
 class Activation(torch.nn.Module):

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 GRAPHS, LARGE_GRAPHS, LARGE = 24, 1, 64  # graphs that are kept; of those with more rows than LARGE only the last one
 TRIAL_S, TRIAL_CPU_S = 180.0, 120  # at most, of the clock and of CPU: a busy machine may take long
-TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that are tried
+TRIED = ((1, 4, 4), (1, 1, 1), (2, 1, 1), (2, 2, 1))  # (rows, positions, with logits) of the graphs that are tried
 TRIED_PASSES = 2  # at most, of each
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
 ASKED_EVERY_S = 1.0
@@ -177,7 +177,7 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
         return "it cannot be tried in a child process on Windows"
     import resource
 
-    count = max(rows * count for rows, count in TRIED)
+    count = max(rows * count for rows, count, _ in TRIED)
     random = torch.Generator().manual_seed(0)
     if start == 0:
         x_BT = torch.randint(0, span.vocab_size, (1, count), generator=random)
@@ -241,20 +241,21 @@ def _try(
     torch.set_num_threads(1)
     total = x.shape[1]
     known: Tensor | None = None
-    for rows, count in TRIED:
+    for rows, count, kept in TRIED:
         cohort = _cohort(span, start, end, rows, total, windows)
-        graph, results = SpanGraph(trace, rows, count, count, span.dtype), []
+        graph, results, places = SpanGraph(trace, rows, count, kept, span.dtype), [], []
         for first in range(0, total - count + 1, count)[:TRIED_PASSES]:
             part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
             y = graph.run(cohort, part.contiguous(), is_checked=True)
             cohort.advance(dict.fromkeys(cohort.members, count))
             if y is not None:
                 results.append(y)
+                places += range(first + count - y.shape[1], first + count)
         if not results:
             continue
         got = torch.cat(results, dim=1).float()
         known = got[:1] if known is None else known
-        if not torch.equal(got, known[:, : got.shape[1]].expand(rows, -1, -1)):
+        if not torch.equal(got, known[:, places].expand(rows, -1, -1)):
             return "a position's bits depend on its company"
     if known is not None and expected is not None:
         far = (known - expected[:, : known.shape[1]]).abs().mean(-1) / expected.std()

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from swarmnode.compute.packing.ggml import BINARY, UNARY
+
 T = TypeVar("T")
 
 CONSTANT, EARLY, INPUT, LATE = range(4)  # stages: an INPUT is computed by torch, and what needs it is LATE
@@ -29,6 +31,11 @@ class OpenSize(NamedTuple):
 
 
 UNKNOWN = OpenSize("")
+LAST = {OpenSize("T"): OpenSize("K"), OpenSize("BT"): OpenSize("BK")}
+"""Numbers of all positions, and those of the ones with logits"""
+BY_POSITION = frozenset({*UNARY, *BINARY, "product", "linear", "rms_norm", "layer_norm", "gated", "gelu", "pow"})
+"""Operations that compute each position by itself, whatever lies before it"""
+VIEWS = frozenset({"view", "reshape", "_unsafe_view"})
 
 
 def sizes_of(rows: int, count: int, kept: int, past: int = 0) -> dict[str, int]:
@@ -194,6 +201,68 @@ def fuse(trace: SpanTrace) -> None:
             _fuse_rope(trace, operation, ropes)
     needed = trace.needed(lambda each: each.stage != LATE)
     trace.operations = [operation for operation in trace.operations if operation in needed]
+
+
+def narrow(trace: SpanTrace) -> None:
+    """Leave out positions without logits as early as possible: behind the last attention, instead of before the head."""
+    users: dict[Operation, list[Operation]] = {}
+    for operation in trace.operations:
+        for need in operation.needs():
+            users.setdefault(need, []).append(operation)
+    cuts = {
+        operation
+        for operation in trace.operations
+        if (operation.name, operation.stage) == ("slice", LATE)
+        and operation.inputs[1:3] in ((1, OpenSize("T-K")), (1, OpenSize("-K")))
+        and (*operation.inputs, None)[3] in (None, torch.iinfo(torch.int64).max, OpenSize("T"))
+    }
+
+    def has_positions(operation: Operation, *, apart: bool) -> bool:
+        """Return whether all positions are a dimension: the second one, or, unless `apart`, the first one with the rows."""
+        shape = operation.shape
+        is_apart = shape[1:2] == (OpenSize("T"),) and LAST.keys().isdisjoint(shape[2:])
+        return is_apart or (not apart and shape[:1] == (OpenSize("BT"),) and LAST.keys().isdisjoint(shape[1:]))
+
+    last = {
+        operation
+        for operation in trace.operations
+        if operation.stage == LATE and operation.name in BY_POSITION | VIEWS and has_positions(operation, apart=False)
+    } - {trace.result}
+    while wrong := {
+        operation
+        for operation in last
+        if not all(user in last or user in cuts for user in users.get(operation, ()))
+        or not all(
+            need in last or LAST.keys().isdisjoint(need.shape) or has_positions(need, apart=True)
+            for need in operation.needs()
+        )
+    }:
+        last -= wrong
+    parts: dict[Operation, Operation] = {}
+    operations: list[Operation] = []
+
+    def part_of(need: Any) -> Any:
+        """Return what stands for an argument of an operation of `last`."""
+        if isinstance(need, OpenSize):
+            return LAST.get(need, need)
+        if need in last or LAST.keys().isdisjoint(need.shape):
+            return need
+        if need not in parts:
+            inputs, shape = (need, 1, OpenSize("T-K"), torch.iinfo(torch.int64).max), filled(need.shape, part_of)
+            slices, value = torch.ops.aten.slice.Tensor, need.value[:, :1]
+            parts[need] = Operation("slice", slices, inputs, value=value, is_view=True, stage=LATE, shape=shape)
+            operations.append(parts[need])
+        return parts[need]
+
+    for operation in trace.operations:
+        if operation in last:
+            operation.inputs, operation.options = filled((operation.inputs, operation.options), part_of)
+            operation.shape = filled(operation.shape, part_of)
+        elif operation in cuts and operation.inputs[0] in last:
+            operation.name, operation.function = "detach", torch.ops.aten.detach.default
+            operation.inputs = operation.inputs[:1]
+        operations.append(operation)
+    trace.operations = operations
 
 
 def activation(operation: Operation) -> str:

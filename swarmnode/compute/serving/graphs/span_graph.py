@@ -51,10 +51,7 @@ from swarmnode.compute.serving.graphs.torch_steps import TorchStep
 
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
-QUERIES, COLUMNS = (
-    128,
-    64,
-)  # queries of a prompt that look back over equally many columns, which are a multiple of COLUMNS
+QUERIES, COLUMNS = 128, 64  # queries of a prompt that look back over equally many columns, a multiple of COLUMNS
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -317,7 +314,10 @@ class SpanGraph(ChoiceNodes):
             y = float(y.value)
         if not isinstance(y, Operation):
             factor, bias = {"add": (1.0, y), "sub": (1.0, -y), "mul": (y, 0.0), "div": (1 / y, 0.0)}[name]
-            tensor, view = self._in_rows(self._value(x))
+            value = self._value(x)
+            reach = 1 + sum((n - 1) * by for n, by in zip(value.view.shape, value.view.stride(), strict=True))
+            # ggml ends the process if rows lie apart.
+            tensor, view = self._in_rows(value if reach == value.view.numel() else self._contiguous(value))
             return self._node(self._make.scale_bias(self._context, tensor, factor, bias), view)
         one, other = self._value(x), self._value(y)
         shape = (

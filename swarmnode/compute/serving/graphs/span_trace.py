@@ -2,7 +2,6 @@
 
 torch tells of each operator, and packed products, look-ups, caches and attention tell of themselves. The pass is recorded with two
 sets of sizes. An integer that is the same in both is a constant; another one must be one of `sizes_of` in both, and gets its name.
-
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from swarmnode.compute.serving.graphs.operations import (
     Operation,
     SpanTrace,
     fuse,
+    narrow,
     parts_of,
     sizes_of,
 )
@@ -318,6 +318,7 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
         if operation.stage != CONSTANT and isinstance(operation.value, Tensor):
             operation.value = torch.empty_like(operation.value, device="meta")
     fuse(first_trace)
+    narrow(first_trace)
     return first_trace
 
 

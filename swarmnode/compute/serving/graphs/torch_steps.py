@@ -7,6 +7,7 @@ once, and is responsible for equal bits itself. So do operations that round noth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -56,11 +57,14 @@ class TorchStep:
         places = {size.name for each in (*self.inputs, *outputs) for size in each.shape if isinstance(size, OpenSize)}
         if any(operation.function is None for operation in operations):
             raise CannotBeLowered(f"neither ggml nor torch computes a part of {self!r} by itself")
-        self._is_exact = all(operation.name in EXACT for operation in operations)
+        is_exact = all(operation.name in EXACT for operation in operations)
         is_by_position = places <= set(PLACES) or places <= set(LAST_PLACES)
-        if not (operations[0].is_whole or self._is_exact or is_by_position):
+        if not (operations[0].is_whole or is_exact or is_by_position):
             raise CannotBeLowered(f"torch cannot compute {self!r} position by position")
         self._count = sizes["K" if places & {"K", "BK"} else "T"]
+        self._computed = (
+            self._as_a_whole if operations[0].is_whole else self._together if is_exact else self._by_position
+        )
 
     def __repr__(self) -> str:
         return f"TorchStep({', '.join(operation.name for operation in self._operations)})"
@@ -68,37 +72,40 @@ class TorchStep:
     def run(self, cohort: Cohort, values: dict[Operation, Tensor], *, is_checked: bool = False) -> None:
         """Compute the outputs from the values of all inputs, and add them to `values`.
 
-        `is_checked` compares them with those of all positions at once. Raises CannotBeLowered if these are others, as a position
-        then depends on its company.
+        `is_checked` compares those of single positions with those of all positions at once. Raises CannotBeLowered if these are
+        others, as a position then depends on its company.
         """
-        first, inputs = self._operations[0], {each: values[each] for each in self.inputs}
+        inputs = {each: values[each] for each in self.inputs}
         for each, value in inputs.items():
             if not value.is_floating_point():
                 inputs[each] = value.to(each.value.dtype)  # ggml's numbers have 32 bits
-        if first.is_whole:
-            assert first.function is not None
-            values[first] = first.function(cohort, *self._trace.computed(list(first.inputs), inputs, self._sizes))
-            return
-        if self._is_exact:
-            values.update(zip(self.outputs, self._trace.computed(self.outputs, inputs, self._sizes), strict=True))
-            return
+        results = self._computed(cohort, inputs)
+        values.update(zip(self.outputs, results, strict=True))
+        if is_checked and self._computed == self._by_position:
+            for each, result, other in zip(self.outputs, results, self._together(cohort, inputs), strict=True):
+                if not torch.allclose(result.double(), other.double(), **CLOSE):  # type: ignore[arg-type]
+                    raise CannotBeLowered(f"a position of {each!r} depends on other ones")
+
+    def _as_a_whole(self, cohort: Cohort, inputs: dict[Operation, Tensor]) -> list[Tensor]:
+        whole = self._operations[0]
+        assert whole.function is not None
+        given = self._trace.computed(list(whole.inputs), inputs, self._sizes)
+        return [whole.function(cohort, *given) for _ in self.outputs]
+
+    def _together(self, _cohort: Cohort, inputs: dict[Operation, Tensor]) -> list[Tensor]:
+        return self._trace.computed(self.outputs, inputs, self._sizes)
+
+    def _by_position(self, _cohort: Cohort, inputs: dict[Operation, Tensor]) -> list[Tensor]:
         results = [
             torch.empty(filled(each.shape, lambda size: self._sizes[size.name]), dtype=each.value.dtype)
             for each in self.outputs
         ]
-        for row in range(self._sizes["B"]):
-            for at in range(self._count):
-                alone = {each: self._at(each, value, row, at) for each, value in inputs.items()}
-                for each, result, part in zip(
-                    self.outputs, results, self._trace.computed(self.outputs, alone, ALONE), strict=True
-                ):
-                    self._at(each, result, row, at).copy_(part)
-        values.update(zip(self.outputs, results, strict=True))
-        if is_checked:
-            together = self._trace.computed(self.outputs, inputs, self._sizes)
-            for each, result, other in zip(self.outputs, results, together, strict=True):
-                if not torch.allclose(result.double(), other.double(), **CLOSE):  # type: ignore[arg-type]
-                    raise CannotBeLowered(f"a position of {each!r} depends on other ones")
+        for row, at in itertools.product(range(self._sizes["B"]), range(self._count)):
+            alone = {each: self._at(each, value, row, at) for each, value in inputs.items()}
+            parts = self._trace.computed(self.outputs, alone, ALONE)
+            for each, result, part in zip(self.outputs, results, parts, strict=True):
+                self._at(each, result, row, at).copy_(part)
+        return results
 
     def _at(self, operation: Operation, value: Tensor, row: int, at: int) -> Tensor:
         """Return the part of an operation's value that belongs to one position of a row."""
