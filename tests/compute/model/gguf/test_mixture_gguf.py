@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.model.gguf.mixtures import REFUSED
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import WORDS
 
 needs_ggml = pytest.mark.skipif(
@@ -235,3 +238,52 @@ def test_a_file_gives_the_model_it_was_made_of(family: str, splits: bool, tmp_pa
                 x = runner.run([StepInput(0, x, WANT_ALL)])[0].output
             found.append(x)
         assert float((torch.cat(found, 1) - expected).abs().max() / expected.std()) < 1e-4, products
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"), [("k", "no finite numbers"), ("v", "no finite numbers"), ("kv", "lacks 1 tensors .*kv_b_proj")]
+)
+def test_a_latent_attention_without_a_part_is_refused(part: str, reason: str, tmp_path: Path) -> None:
+    save_gguf(tmp_path / "model.gguf", "DeepSeek V3", splits=part != "kv", without=f"blk.1.attn_{part}_b.weight")
+    (out := tmp_path / "packed").mkdir()
+    with pytest.raises(CheckpointError, match=reason):
+        GgufCheckpoint(tmp_path / "model.gguf").pack(out)
+
+
+CONTRADICTIONS: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "scores": ("GLM 4.5", lambda writer: writer.add_expert_gating_func(_gating("SOFTMAX")), "gating_func is 1"),
+    "sums": ("DeepSeek V2", lambda writer: writer.add_expert_weights_norm(True), "weights_norm is true beside softmax"),
+    "sizes": ("DeepSeek V3", lambda writer: writer.add_rope_dimension_count(96), "sizes of its latent attention"),
+    "yarn": (
+        "DeepSeek V3",
+        lambda writer: writer.add_rope_scaling_yarn_log_mul(0.0),
+        "without its rope.scaling.yarn_log",
+    ),
+    "experts": ("GLM 4.5", lambda writer: writer.add_expert_count(EXPERTS + 1), "is of shape|lacks"),
+    "heads": ("DeepSeek V3", lambda writer: writer.add_head_count(0), "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_what_is_not_read_or_contradicts_itself_is_refused(case: str, tmp_path: Path) -> None:
+    family, say, reason = CONTRADICTIONS[case]
+    save_gguf(tmp_path / "model.gguf", family, say=say)
+    (out := tmp_path / "packed").mkdir()
+    with pytest.raises(CheckpointError, match=reason):
+        GgufCheckpoint(tmp_path / "model.gguf").pack(out)
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_a_mixture_that_is_not_read_is_refused_with_the_reason(architecture: str, tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    told = f"architecture {architecture} is none that is read from GGUF files: {REFUSED[architecture]}; use the model's"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        GgufCheckpoint(tmp_path / "model.gguf")
