@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from swarmnode.codec.body import VERSION
-from swarmnode.compute.capacity.capacity import usable_bytes
+from swarmnode.compute.capacity.capacity import unit_sizes, usable_bytes
+from swarmnode.compute.capacity.expert_tiers import whole_model_tier
 from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.packing import ggml
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
+from swarmnode.config import StageConfig
 from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
@@ -37,6 +39,7 @@ from swarmnode.swarm.storage.content import PACKED_NAME, is_weights
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.links.link_config import PeerVersions
     from swarmnode.measuring.bandwidth import Bandwidth
 
@@ -95,9 +98,9 @@ def judge_invite(swarm: Swarm, now: float) -> Finding:
     return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this test used none of its uses")
 
 
-def judge_weights(manifest: Manifest) -> list[Finding]:
+def judge_weights(manifest: Manifest, outline: Checkpoint | None = None) -> list[Finding]:
     """Judge how many layers of packed weights this machine's memory holds; no finding for a swarm without them. The layers count
-    as equally large."""
+    as equally large. With the `outline` of a mixture, say how many experts lie in memory if the others stay on the disk."""
     if manifest.file(PACKED_NAME) is None:
         return []
     device, units = probe_device("auto"), manifest.model.units
@@ -105,6 +108,12 @@ def judge_weights(manifest: Manifest) -> list[Finding]:
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
     seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
+    if outline is not None and device.kind == "cpu":
+        import torch
+
+        sizes = unit_sizes(outline, dtype=torch.float32, keeps_packed=True)
+        if tier := whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens):
+            seen += f", or all of them with experts on the disk ({tier})"
     try:
         lacks_products = device.kind == "cpu" and not has_packed_products(device)
     except LocalError as error:  # the owner's own build of ggml

@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training import lm
 from swarmnode.compute.training.datasets.batches import TokenBatches
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
-from swarmnode.compute.training.losses import RouterWatch, router_sums
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 
 VOCABULARY, LAYERS, EXPERTS, ACTIVE, HIDDEN, INNER = 4096, 8, 32, 4, 256, 256
@@ -88,34 +86,12 @@ def write_model(folder: Path, seed: int = 0) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-class EachLayer(RouterWatch):
-    """Sums with a part for each layer: transformers' loss, which adds all layers up, is as small if each has four favourites."""
-
-    def no_sums(self, device: torch.device | str = "cpu") -> Tensor:
-        self._layer = 0
-        return torch.zeros(2 * LAYERS * EXPERTS + 2, device=device)
-
-    def check(self, sums_R: Tensor) -> None:
-        assert len(sums_R) == 2 * LAYERS * EXPERTS + 2
-
-    def _record(self, _module: Any, _inputs: Any, output: Any) -> None:
-        own_R = router_sums(output[self._index], self._top_k, self._counts_N)
-        whole_R = own_R.new_zeros(2 * LAYERS * EXPERTS + 2)
-        for part in range(2):
-            begin = (part * LAYERS + self._layer) * EXPERTS
-            whole_R[begin : begin + EXPERTS] = own_R[part * EXPERTS : (part + 1) * EXPERTS]
-        whole_R[-2:] = own_R[-2:]
-        self._layer += 1
-        self._sums_R = self._sums_R + whole_R
-
-
 def train(folder: Path, tokens: int, balance: float) -> Iterator[dict[str, Any]]:
     """Train on `tokens` of the corpus, one pass or more, and yield the loss of each tenth step. Writes the model each 25 steps."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus_N = read_tokens(folder)[:-HELD_OUT]
     if not (folder / "config.json").is_file():
         write_model(folder)
-    lm.RouterWatch = EachLayer
     checkpoint = Checkpoint(folder)
     segment = load_segment(checkpoint, 0, checkpoint.units)
     batches, steps = TokenBatches(corpus_N, VOCABULARY), tokens // (BATCH * SEQUENCE)
@@ -129,7 +105,7 @@ def train(folder: Path, tokens: int, balance: float) -> Iterator[dict[str, Any]]
         schedule=RECIPE,
         warmup_steps=min(50, steps // 10),
         weight_decay=0.1,
-        recipe=Recipe("cosine", router_balance=balance, router_z_loss=1e-3),
+        recipe=Recipe("cosine", router_balance=balance, router_z_loss=1e-3, balance_by_layer=True),
     )
     model, began_s = segment.span.model, time.process_time()
     for summary in train_locally(segment, run, batches):

@@ -16,7 +16,7 @@ from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.config import ClientConfig
 from swarmnode.credit.receipts import Claims, ReceiptIssuer
-from swarmnode.errors import CheckpointError, ContextTooLong, NoRoute, UsageError
+from swarmnode.errors import CheckpointError, ContextTooLong, NoRoute, PeerRefused, UsageError
 from swarmnode.files import parse_json
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import cancel_and_wait
@@ -30,6 +30,7 @@ from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, SERVE, TRAI
 if TYPE_CHECKING:
     import numpy as np
 
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.graph_serving.remote_module import RemoteModule
 
 FOREIGN = "another tokenizer's ids: send texts (LangChain does with check_embedding_ctx_length=False)"
@@ -308,6 +309,14 @@ class ModelClient(SwarmObserver):
         that has a chat template of its own, chats by this tokenizer use it. Raises NoRoute if no peer provides the files,
         CheckpointError if the tokenizer cannot be used, UsageError if there is no such adapter."""
         return await self.adapters.tokenizer(adapter)
+
+    async def outline(self) -> Checkpoint | None:
+        """Return the model's checkpoint with config, index and headers, without weights; None if no peer provides them in time."""
+        weights = await self._files.weights()
+        try:
+            return await asyncio.wait_for(weights.outline(), self._files.patience_s())
+        except (TimeoutError, PeerRefused):
+            return None
 
     async def limits(self) -> ModelLimits:
         """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from swarmnode.cli.plan.fit import _cards, _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
-from swarmnode.compute.capacity.capacity import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.capacity.capacity import KNOWN_MODELS, LLAMA_8B, unit_sizes
+from swarmnode.compute.capacity.expert_tiers import expert_tier
 from swarmnode.compute.device import Device
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing import ggml
@@ -28,13 +30,14 @@ from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.links.link_config import PeerVersions
 from swarmnode.measuring.bandwidth import Bandwidth
-from swarmnode.measuring.hardware import packed_advice
+from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
 from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.plan.cost import fit
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, Manifest, ModelInfo
 from swarmnode.swarm.storage.content import PACKED_NAME, FileContent
 from swarmnode.version import install_command
 from tests.cli.command import assert_clear, invoke
+from tests.compute.capacity.test_expert_tiers import EXPERT_BYTES, EXPERTS, LAYERS, UNITS, large_mixture
 from tests.compute.model.llama_gguf import lose_ggml, save_llama_gguf
 from tests.encoders import save_encoder
 from tests.llama import save_llama
@@ -92,6 +95,28 @@ def test_the_doctor_counts_packed_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     assert finding.seen.startswith("12.9 GB hold about 28 of 50 layers, packed, multiplied by ggml of xllamacpp ")
     assert finding.verdict == "good"
     assert judge_weights(msgspec.structs.replace(packed, files=packed.files[1:])) == []
+
+
+@pytest.mark.parametrize("free_gb", [2, 12, 28, 60])
+def test_the_doctor_counts_experts_in_memory(monkeypatch: pytest.MonkeyPatch, free_gb: int) -> None:
+    """As `fit` does; nothing is said of experts if all layers fit, or if not even the experts of one token do."""
+    cpu = Device("cpu", 0, "CPU", 64 << 30, free_gb * 10**9, shared=True)
+    monkeypatch.setattr(examination, "probe_device", lambda _: cpu)
+    monkeypatch.setattr(ggml, "library", lambda: object())
+    outline = large_mixture()
+    sizes = unit_sizes(outline, dtype=torch.float32, keeps_packed=True)
+    files = (FileContent(PACKED_NAME, 20, bytes(32)), FileContent("weights.gguf", sum(sizes.weight_bytes), bytes(32)))
+    manifest = Manifest("big", ModelInfo("qwen3_moe", UNITS, 64), files, 1, PACKED_FORMAT)
+    (finding,) = judge_weights(manifest, outline)
+    room_bytes = int(cpu.free_bytes * MEMORY_SHARE)
+    found = expert_tier(outline, sizes, room_bytes, 4096, UNITS)
+    told = re.search(r"or all of them with experts on the disk \((.*)\)", finding.seen)
+    assert (told is not None) == (free_gb in (12, 28)), finding.seen
+    if told is not None:
+        assert found is not None and told[1] == str(found[0])
+        slots = int(re.findall(r"memory for (\d+) of 32 experts", told[1])[0])
+        held_bytes = sum(sizes.weight_bytes) - LAYERS * (EXPERTS - slots) * EXPERT_BYTES
+        assert held_bytes <= room_bytes < held_bytes + 4 * LAYERS * EXPERT_BYTES, "up to readers' buffers and caches"
 
 
 def test_findings_about_a_swarm() -> None:

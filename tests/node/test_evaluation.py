@@ -29,7 +29,7 @@ from tests.node.virtual_swarm import VirtualSwarm
 STEPS = SETTINGS.steps
 RULES = DataRules(held_out_share=0.3, evaluate_every=2)
 RUN = msgspec.structs.replace(SETTINGS, schedule=RECIPE, recipe=Recipe("hf-cosine"))
-OF_MIXTURES = Recipe("hf-cosine", router_balance=0.1, router_z_loss=0.01, ema=0.5)
+OF_MIXTURES = Recipe("hf-cosine", router_balance=0.1, router_z_loss=0.01, ema=0.5, balance_by_layer=True)
 
 
 def save_mixture(folder: Path) -> None:

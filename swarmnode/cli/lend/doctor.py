@@ -120,6 +120,7 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
         judge_weights,
     )
     from swarmnode.membership.access_control import is_first_use
+    from swarmnode.swarm.storage.content import PACKED_NAME
 
     findings = await examine_bootstraps(swarm)
     if all(finding.verdict == "bad" for finding in findings):
@@ -129,7 +130,9 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
     try:
         async with await SwarmClient.join(swarm, home=home, patience_s=JOIN_PATIENCE_S, audit_share=0.0) as client:
             measured = await client.bandwidth(BANDWIDTH_PEERS) if bandwidth else None
-            findings += [judge_versions(client.peer_versions), *judge_weights(client.manifest)]
+            is_packed = client.manifest.file(PACKED_NAME) is not None
+            outline = await client.outline() if is_packed else None
+            findings += [judge_versions(client.peer_versions), *judge_weights(client.manifest, outline)]
     except (NetworkDown, LocalError) as error:
         remedy = "ask the person who invited you, or the swarm's host"
         return [*findings, Finding("membership", "bad", str(error), remedy)]

@@ -363,15 +363,14 @@ def _rows(
 
 
 def _experts(source: Checkpoint | Graph, sizes: UnitSizes, room_bytes: int, rate: float) -> dict[str, object] | None:
-    """Return what one machine does that keeps experts on its disk, and how fast; None if the model is no mixture, or fits."""
-    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S, expert_tier
+    """Return what one machine does that keeps experts on its disk, and how fast; None if it need not, or does not hold the model so
+    either."""
+    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S, whole_model_tier
     from swarmnode.compute.model.checkpoint import Checkpoint
 
-    units = len(sizes.weight_bytes)
-    found = expert_tier(source, sizes, room_bytes, CACHE_TOKENS, units) if isinstance(source, Checkpoint) else None
-    if found is None:
+    tier = whole_model_tier(source, sizes, room_bytes, CACHE_TOKENS) if isinstance(source, Checkpoint) else None
+    if tier is None:
         return None
-    tier, _ = found
     speed = 1 / tier.token_s(rate)
     disk = f"with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
     return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, about {speed:.2g} tokens/s {disk}"}

@@ -42,7 +42,7 @@ class RecipeOptions:
     label_smoothing: float = option(0.0, "Share of each label that goes to the whole vocabulary.")
     z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the logits in the loss; PaLM's is 1e-4.")
     router_balance: float = option(
-        0.0, "Factor of the routers' balance loss in mixtures of experts, for example 0.001."
+        0.0, "Factor of the routers' balance loss in mixtures of experts, a mean over layers; for example 0.001."
     )
     router_z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the routers' logits; ST-MoE's is 0.001.")
     ema: float = option(0.0, "Also keep an average of the weights, which holds this share of itself per step.")
@@ -58,6 +58,8 @@ class RecipeOptions:
         frozen = [{"match": pattern, "frozen": True} for pattern in self.freeze]
         given = [*msgspec.convert(frozen, list[ParameterGroup]), *groups]
         fields = {name: getattr(self, name) for name in FIELDS}
+        if self.router_balance:
+            fields["balance_by_layer"] = True
         try:
             return msgspec.convert(
                 {"schedule": schedule, "groups": tuple(dict.fromkeys((*given, *NO_DECAY))), **fields}, Recipe

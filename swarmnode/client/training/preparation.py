@@ -105,12 +105,16 @@ def _without_recipe(run: Run) -> Run | None:
 def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules) -> list[Prepared]:
     """Return what earlier versions made of the same data and settings, so that a run that one of them began can go on.
 
-    They had no recipe and counted all microbatches the same, and no text began with BOS. Empty if the settings are beyond them.
+    They balanced the experts of all layers together. Older ones had no recipe and counted all microbatches the same, and no text
+    began with BOS. Empty if the settings are beyond them.
     """
     found = []
     for begins in (True, False):
         run, batches = prepare(manifest, folder, data, settings, rules, begins=begins)
         if run.has_recipe:
+            if run.known_recipe.balance_by_layer:  # earlier versions balanced all layers together
+                recipe = msgspec.structs.replace(run.known_recipe, balance_by_layer=msgspec.UNSET)
+                found.append((msgspec.structs.replace(run, recipe=recipe), batches))
             earlier = _without_recipe(run)
             if earlier is None:
                 continue

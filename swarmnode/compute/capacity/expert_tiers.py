@@ -25,7 +25,7 @@ def active_experts(config: Any) -> int:
 class ExpertTier:
     """Memory for `slots` experts in each of a model's `layers` with experts, whose others stay on the disk.
 
-    `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers.
+    `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers. `buffer_bytes` are of the readers.
     """
 
     layers: int
@@ -34,6 +34,7 @@ class ExpertTier:
     experts: int
     active: int
     slots: int
+    buffer_bytes: int = 0
 
     @property
     def missed_bytes(self) -> float:
@@ -82,7 +83,8 @@ def expert_tier(
     if not stacks or not active or most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units:
         return None
     matrices = [part.nbytes // part.shape[0] for parts in stacks.values() for part in parts]
-    room_bytes = limit_bytes - buffer_bytes(max(matrices))
+    readers_bytes = buffer_bytes(max(matrices))
+    room_bytes = limit_bytes - readers_bytes
     most = max(parts[0].shape[0] for parts in stacks.values())
 
     def with_slots(slots: int) -> UnitSizes:
@@ -98,4 +100,20 @@ def expert_tier(
     )
     slots = next(fitting, min(active, most))
     layer_bytes = sum(sizes.weight_bytes[unit] for unit in stacks) / len(stacks)
-    return ExpertTier(len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots), with_slots(slots)
+    tier = ExpertTier(len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes)
+    return tier, with_slots(slots)
+
+
+def whole_model_tier(
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int
+) -> ExpertTier | None:
+    """Return the tier with which `limit_bytes` hold all layers of a mixture whose experts do not all fit.
+
+    Returns None if the model fits whole, is no mixture in a GGUF file, or is too large with the smallest tier, too.
+    """
+    found = expert_tier(checkpoint, sizes, limit_bytes, cache_tokens, len(sizes.weight_bytes))
+    if found is None or most_anywhere(found[1], limit_bytes - found[0].buffer_bytes, cache_tokens) < len(
+        sizes.weight_bytes
+    ):
+        return None
+    return found[0]

@@ -3,7 +3,7 @@
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (labels_BT,), ids
 or -100 where none counts.
 Rows of several documents carry one more value to every boundary, positions_BT: each token's place in its own document. In runs
-with losses of routers the last value at every boundary but the first is sums_R (`losses.py`).
+with losses of routers the last value at every boundary but the first is sums_S (`losses.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarmnode.compute.model.linear import release_pages, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.cohort import AttentionCache, Window, sliding_layers
 from swarmnode.compute.serving.loading import check_family
-from swarmnode.compute.training.losses import RouterWatch, busiest_share, next_token_loss, router_losses
+from swarmnode.compute.training.losses import RouterWatch, next_token_loss
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.data.rows import NO_LABEL
@@ -110,7 +110,7 @@ class SpanSegment(Segment):
         self._recipe = recipe
         if self._routers is not None:
             self._routers.close()
-        self._routers = RouterWatch(self.span.model) if recipe.watches_routers else None
+        self._routers = RouterWatch(self.span.model, recipe) if recipe.watches_routers else None
 
     def mask_bytes(self, run: Run) -> int:
         """Return the bytes of the mask of a microbatch's documents, float32. Only rows of samples may hold several."""
@@ -165,34 +165,34 @@ class SpanSegment(Segment):
             check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
         self._begin(self.span.layers_of(start, start).start + 1 if start else 0)
-        x, positions, sums_R = self._apart(values, start)
+        x, positions, sums_S = self._apart(values, start)
         places_BT, mask_B1TT = documents(self._here(*positions)) if positions else (None, None)
         if self._routers is not None:
-            self._routers.begin(sums_R, has_token(*positions) if positions else None)
+            self._routers.begin(sums_S, has_token(*positions) if positions else None)
         with self._dropout if self._drops else nullcontext():
             output = self.span.forward(
                 x, cache=self._cache, attention_mask=mask_B1TT, position_ids=places_BT, start=start, end=end
             )
-        sums_R = self._routers.end() if self._routers is not None else sums_R
+        sums_S = self._routers.end() if self._routers is not None else sums_S
         if end < self.units:
-            return (output, *positions) if self._routers is None else (output, *positions, sums_R)
-        return (self._loss(output, labels[0], shares, sums_R),)
+            return (output, *positions) if self._routers is None else (output, *positions, sums_S)
+        return (self._loss(output, labels[0], shares, sums_S),)
 
     def _apart(self, values: Values, start: int) -> tuple[Tensor, Values, Tensor]:
-        """Return the ids_BT or hidden_BTH, the positions_BT if there are any, and the routers' sums_R of earlier layers."""
+        """Return the ids_BT or hidden_BTH, the positions_BT if there are any, and the routers' sums_S of earlier layers."""
         x, *more = values
         if start:
             return (x, tuple(more), torch.empty(0)) if self._routers is None else (x, tuple(more[:-1]), more[-1])
-        sums_R = torch.empty(0) if self._routers is None else self._routers.no_sums(self.device)
-        return self._here(x), tuple(more), sums_R
+        sums_S = torch.empty(0) if self._routers is None else self._routers.no_sums(self.device)
+        return self._here(x), tuple(more), sums_S
 
-    def _loss(self, logits_BTV: Tensor, labels_BT: Tensor, shares: Shares, sums_R: Tensor) -> Tensor:
+    def _loss(self, logits_BTV: Tensor, labels_BT: Tensor, shares: Shares, sums_S: Tensor) -> Tensor:
         recipe = self._recipe
         loss = next_token_loss(logits_BTV, labels_BT, smoothing=recipe.label_smoothing, z_loss=recipe.z_loss)
         loss = loss * shares[0] if shares else loss
-        if recipe.watches_routers:  # not if data are held out; each microbatch counts the same, whatever its labels
-            loss = loss + router_losses(sums_R, recipe.router_balance, recipe.router_z_loss)
-            self.expert_load = busiest_share(sums_R)
+        if recipe.watches_routers and self._routers is not None:  # not if data are held out
+            router_loss, self.expert_load = self._routers.judge(sums_S)
+            loss = loss + router_loss  # each microbatch counts the same, whatever its labels
         return loss
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:

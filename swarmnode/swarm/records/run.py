@@ -29,7 +29,7 @@ RECIPE = "recipe"  # the name of a run's schedule if the recipe has it
 MAX_GROUPS = 16
 MAX_PATTERN = 64  # characters
 MAX_STARS = 4  # of a pattern: each may be tried at every place of a name
-MAX_ROUTER_SUMS = 1 << 14  # two for each expert, and two more
+MAX_ROUTER_SUMS = 1 << 14  # two for each expert and two more, or four terms if layers are balanced by themselves
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -74,9 +74,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `schedule` is one of `SCHEDULES_BY_NAME`; `decay_steps` are those of hf-wsd at its end. The first group that matches a parameter
     counts. `label_smoothing` and `z_loss` (the factor of the mean squared log-sum-exp of the logits, arXiv 2204.02311) change the
     objective of language models. `router_balance` and `router_z_loss` are the factors of the balance loss (arXiv 2101.03961) and
-    the z-loss (arXiv 2202.08906) of a mixture's routers. `ema` is the share of an average of the weights that each step keeps; 0:
-    there is no average. Every `evaluate_every` steps (0: never) and in the last step, `evaluation` microbatches of held-out data
-    go forward through the step's parameters, or their average.
+    the z-loss (arXiv 2202.08906) of a mixture's routers. With `balance_by_layer` the balance loss is the mean of each layer's own;
+    without, as earlier versions and transformers have it, that of all layers' tokens together, which is small too if each layer
+    has other favourites. `ema` is the share of an average of the weights that each step keeps; 0: there is no average. Every
+    `evaluate_every` steps (0: never) and in the last step, `evaluation` microbatches of held-out data go forward through the
+    step's parameters, or their average.
     """
 
     schedule: Annotated[str, Meta(max_length=32)] = "cosine"
@@ -89,6 +91,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ema: Share = 0.0
     evaluate_every: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     evaluation: Annotated[int, Meta(ge=0, le=2048)] = 0
+    balance_by_layer: bool | msgspec.UnsetType = msgspec.UNSET  # absent from older runs, which keep their ids
 
     @property
     def watches_routers(self) -> bool:
@@ -147,6 +150,8 @@ def recipe_rules(recipe: Recipe) -> dict[str, bool]:
             for number in (group.learning_rate, group.weight_decay or 0.0)
         ),
         "held-out microbatches where it evaluates": bool(recipe.evaluate_every) == bool(recipe.evaluation),
+        "a balance loss to take layer by layer, or none of it": recipe.balance_by_layer is msgspec.UNSET
+        or (recipe.balance_by_layer and recipe.router_balance > 0),
     }
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from swarmnode.cli.train.recipe import RecipeOptions
 from swarmnode.client.training.preparation import NO_DATA, as_older_versions, check_early, prepare
 from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.serialise import write_graph
@@ -139,3 +140,16 @@ def test_a_run_of_an_earlier_version_is_known_again(folder: Path) -> None:
     assert before in [run for run, _ in as_older_versions(*what, now, DataRules())]
     later = settings(schedule=RECIPE, recipe=Recipe("hf-cosine"))
     assert as_older_versions(*what, later, DataRules()) == []
+
+
+def test_a_run_that_balanced_all_layers_together_is_known_again(folder: Path) -> None:
+    """A trainer that asks for the balance of each layer goes on with the run that its earlier version began."""
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "mixtral", "vocab_size": 256, "max_position_embeddings": 48})
+    )
+    what, before = (LANGUAGE, folder, folder / "data.txt"), Recipe(router_balance=0.1)
+    by_layer = settings(schedule=RECIPE, recipe=RecipeOptions(router_balance=0.1).made("cosine", ()))
+    assert by_layer.known_recipe.balance_by_layer is True
+    older = [run.known_recipe for run, _ in as_older_versions(*what, by_layer, DataRules())]
+    assert older == [before, before]
+    assert RecipeOptions(router_z_loss=0.1).made("cosine", ()).balance_by_layer is msgspec.UNSET

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swarmnode.compute.capacity.capacity import most_anywhere, unit_sizes, usable_bytes
-from swarmnode.compute.capacity.expert_tiers import ExpertTier, active_experts, expert_tier
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, active_experts, expert_tier, whole_model_tier
 from swarmnode.compute.expert_slots import buffer_bytes, expected_hits
 from swarmnode.compute.packing.tensor_entry import TensorEntry
 
@@ -81,6 +81,11 @@ def test_the_sentence_says_what_fits(limit_gb: int, needed: int) -> None:
     assert need_bytes(slots) <= room_bytes or slots == ACTIVE
     assert need_bytes(slots + 1) > room_bytes or slots == EXPERTS - 1
     assert tier.facts()["slots"] == slots
+    if needed == UNITS:
+        whole = whole_model_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS)
+        assert whole == (tier if need_bytes(slots) <= room_bytes else None), (
+            "no machine is said to hold what it does not"
+        )
 
 
 def test_a_layer_with_fewer_experts_keeps_them_all() -> None:

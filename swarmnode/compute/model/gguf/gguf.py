@@ -28,6 +28,7 @@ from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.gguf.gguf_reader import ARRAY, GgufReader, GgufTensor
 from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
+from swarmnode.compute.model.gguf.mixtures import KEYS, REFUSED, mixture_processor, read_mixture
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import F32, FORMATS, Format, check_finite
@@ -49,6 +50,8 @@ _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
 _FAULTS = {
     r"architecture (\S+) is not supported": r"its architecture \1 is none that transformers reads from GGUF files: use the model's "
+    "safetensors checkpoint",
+    r"architecture (\S+) is not read, (.*)": r"its architecture \1 is none that is read from GGUF files: \2; use the model's "
     "safetensors checkpoint",
 }
 """What is wrong with a file, by the errors of gguf's and transformers' readers"""
@@ -120,19 +123,32 @@ class GgufCheckpoint:
                 for name, field in first.fields.items()
                 if not (name.startswith("tokenizer.") and field.kind == ARRAY)
             }
-            rest = SimpleNamespace(fields=small, tensors=first.tensors)
-            with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: rest):
-                self._parsed: dict[str, Any] = read(str(file))
-            if TOKENS in first.fields:
-                self._parsed["config"].setdefault("vocab_size", first.fields[TOKENS].count)
             self._header = GgufHeader(*self._readers)
+            architecture = self._header.architecture
+            if architecture in REFUSED:
+                raise ValueError(f"architecture {architecture} is not read, {REFUSED[architecture]}")
+            rest = SimpleNamespace(fields=small, tensors=first.tensors)
+            self._parsed: dict[str, Any] = {"config": {}}
+            if architecture not in KEYS:
+                with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: rest):
+                    self._parsed = read(str(file))
         except (*FOREIGN_ERRORS, OSError, CheckpointError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
+        if architecture in KEYS:
+            try:
+                self._parsed["config"] = read_mixture(self._header)
+            except (*FOREIGN_ERRORS, CheckpointError) as error:
+                raise CheckpointError(f"{file}: {error}; use the model's safetensors checkpoint") from error
+        if TOKENS in first.fields:
+            self._parsed["config"].setdefault("vocab_size", first.fields[TOKENS].count)
 
     @property
     def _stored(self) -> list[GgufTensor]:
-        """The tensors of all parts."""
-        return [tensor for reader in self._readers for tensor in reader.tensors]
+        """The tensors of all parts, without those of layers that only guess tokens (multi-token prediction)."""
+        layers, guessing = self._header.said("block_count"), self._header.said("nextn_predict_layers") or 0
+        skipped = tuple(f"blk.{layer}." for layer in range(layers - guessing, layers)) if guessing else ()
+        tensors = (tensor for reader in self._readers for tensor in reader.tensors)
+        return [tensor for tensor in tensors if not tensor.name.startswith(skipped)]
 
     @property
     def header_bytes(self) -> int:
@@ -315,6 +331,8 @@ class GgufCheckpoint:
         """Return transformers' converter of this architecture's tensors."""
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
+        if self._header.architecture in KEYS:
+            return mixture_processor(self._parsed["config"])
         kind: Any = TENSOR_PROCESSORS.get(self._header.architecture, TensorProcessor)
         return kind(config=self._parsed["config"])
 
@@ -325,7 +343,8 @@ class GgufCheckpoint:
 
         once = functools.cache(gguf.get_tensor_name_map)  # transformers asks for it at each submodule
         with _replaced(gguf, "get_tensor_name_map", once):
-            names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
+            own = self._header.architecture if self._header.architecture in KEYS else None
+            names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor(), own)
         return names
 
     def _tensors(

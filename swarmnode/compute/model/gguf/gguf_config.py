@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from swarmnode.compute.model.gguf.gguf_tokenizer import GgufTokenizer
+from swarmnode.compute.model.gguf.mixtures import KEYS, LATENT, scale_latent
 from swarmnode.errors import CheckpointError
 
 # Factors of the rotary frequencies (Llama's from 3.1 on, and LongRoPE's), stored beside the weights.
@@ -144,7 +145,7 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
     mapping: Any = GGUF_CONFIG_MAPPING
     # Some architectures have other names in the files than in transformers.
     known = {**mapping.get(header.architecture, {}), **mapping.get(values["model_type"].removesuffix("_text"), {})}
-    read_keys = {key for key, name in known.items() if name is not None}
+    read_keys = {key for key, name in known.items() if name is not None} | {*KEYS.get(header.architecture, ())}
     for key, names in _VALUES.items():
         name = next((name for name in names if hasattr(defaults, name)), None)
         if name is not None and key not in read_keys and (value := header.said(key)) is not None:
@@ -171,6 +172,8 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
         read_keys.add("attention.scale")
     if hasattr(defaults, "rope_parameters"):
         values |= _positions(header, values, defaults)
+        if header.architecture == LATENT and "rope_scaling" in values:
+            scale_latent(header, values["rope_scaling"])
         read_keys |= _POSITION_KEYS
     _check(header, read_keys, values, defaults)
     return values

@@ -186,7 +186,7 @@ function statistics({ memory = [], room, speed, span }, card, cpu) {
   const count = span ? span[1] - span[0] : 0;
   return [
     ...memory.map((each) => figure(memory.length > 1 ? each.device : "Memory", `${bytes(each.used_bytes)} in use`, meter(each), `${bytes(each.lent_bytes)} lent, of ${bytes(each.total_bytes)}`)),
-    room && figure("Room", `${number(room.units)} of ${plural(room.of, "layer")}`, null, `of the model fit${room.packed ? ", packed as in its file" : ""}`),
+    room && figure("Room", `${number(room.units)} of ${plural(room.of, "layer")}`, null, `of the model fit${room.packed ? ", packed as in its file" : ""}${room.experts ? `, with memory for ${number(room.experts.slots)} of ${plural(room.experts.of, "expert")} a layer` : ""}`),
     speed?.decode > 0 && count > 0 && figure("Speed", pace(speed.decode), null, `one text, through its ${plural(count, "layer")}, as measured here`),
     speed?.training > 0 && count > 0 && figure("Training speed", pace(speed.training), null, `through its ${plural(count, "layer")}, as measured here`),
     degrees != null && figure("Temperature", celsius(degrees), null, memory.some((each) => each.is_card) ? "hottest card" : "CPU"),
