@@ -8,13 +8,14 @@ code, and `serving/loading.py` tries whether a split model computes the same as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
+from swarmnode.compute.model.carried import is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_model
@@ -104,6 +105,8 @@ class Family(ModelTrace):
     @property
     def width(self) -> int:
         """Numbers of a position that cross a boundary between units: the hidden size, or the bottleneck's rank."""
+        if self.calls is not None:
+            return self.calls.width
         return int(self.config.hidden_size) if self.bottleneck is None else self.bottleneck.rank
 
     def layers_of(self, start: int, end: int) -> range:
@@ -175,6 +178,8 @@ class Family(ModelTrace):
         if _OF_OTHER_MEDIA.search(name):
             return ()
         name = own_name(name)
+        if self.calls is not None:
+            return self._units_of_carried(name)
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
@@ -182,23 +187,32 @@ class Family(ModelTrace):
             return (unit,) if layer < self.layer_count else ()
         module = name.rpartition(".")[0]
         head = self.units - 1
-        if _is_one_of(module, [self.input_embedding]):
+        if is_one_of(module, [self.input_embedding]):
             return (0, head) if self.tied else (0,)
-        if _is_one_of(module, self.front):
+        if is_one_of(module, self.front):
             return (0,)
-        if _is_one_of(module, self.back):
+        if is_one_of(module, self.back):
             return (head,)
         return (0, head)
+
+
+    def _units_of_carried(self, name: str) -> tuple[int, ...]:
+        """Return the units that need a tensor of a model whose calls are followed: modules that belong to no unit are in all."""
+        assert self.calls is not None
+        units, module = {call + 1 for call in self.calls.calls_of(name)}, name.rpartition(".")[0]
+        head = self.units - 1
+        is_input = is_one_of(module, [self.input_embedding])
+        if is_one_of(module, self.front):
+            units.add(0)
+        if is_one_of(module, self.back) or (is_input and self.tied):
+            units.add(head)
+        return tuple(sorted(units)) if units else tuple(range(self.units))
 
 
 def own_name(name: str) -> str:
     """Return the name of a tensor in its language model, which may be a part of the model that the checkpoint is of."""
     _, found, rest = name.rpartition("language_model.")
     return name if not found else rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
-
-
-def _is_one_of(module: str, names: Iterable[str]) -> bool:
-    return any(module == name or name.endswith("." + module) or module.endswith("." + name) for name in names)
 
 
 @lean()
@@ -245,7 +259,13 @@ def trains_whole(config: Any) -> bool:
 
 
 def check_trains_at_layers(family: Family) -> None:
-    """Raise CheckpointError if a model keeps recurrent states: it is served in spans of layers, and trained as a graph."""
+    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is served in
+    spans of layers, and trained as a graph."""
+    if family.calls is not None:
+        raise CheckpointError(
+            f"{family.model_class.__name__} hands more than hidden states from layer to layer, which training and tuning in layers do "
+            "not follow; choose another model"
+        )
     if family.keeps_states:
         raise CheckpointError(
             f"{family.model_class.__name__} keeps recurrent states, which training and tuning in layers do not follow; `create "
