@@ -18,7 +18,7 @@ from typing import Any
 from swarmnode.compute.model.carried import is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
-from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_model
+from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
@@ -116,6 +116,11 @@ class Family(ModelTrace):
             return range(*(min(unit * self.bottleneck.layers, count) for unit in (start, end)))
         first = min(max(start - 1, 0), count)
         return range(first, max(first, min(end - 1, count)))
+
+    def computed_again(self) -> Family | None:
+        """Return the family as one without caches, whose passes compute all positions again; None if its calls cannot be followed."""
+        found = None if self.calls is not None else trace_again(self.model_class, self.config)
+        return None if found is None else Family(**vars(found), model_class=self.model_class, config=self.config)
 
     def __repr__(self) -> str:
         return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
@@ -236,15 +241,18 @@ def family_of(config: Any) -> Family:
             "asks for its routers' logits (output_router_logits), which come from all layers at once, so it cannot be split: "
             "set it to false in config.json",
         ),
-        (
-            other,
-            f"has layers of type {', '.join(other)}: only layers of attention, of linear attention, convolutions and "
-            "state spaces can be split; choose another model",
-        ),
     ):
         if is_so:
             raise CheckpointError(f"{kind} {reason}")
-    return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
+    family = Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
+    if other and family.calls is None:
+        again = family.computed_again()
+        if again is None:
+            raise CheckpointError(
+                f"{kind} has layers of type {', '.join(other)}, whose caches are not known here; choose another model"
+            )
+        return again
+    return family
 
 
 @lean()

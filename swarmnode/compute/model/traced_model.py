@@ -94,31 +94,28 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     key = model_class, config.to_json_string()
     if key not in _traces:
         config, found, first_error = copy.deepcopy(config), None, None
-        calls = _trace_calls(model_class, config)
+        again = trace_again(model_class, config)
         for way in _WAYS:
             try:
                 found = _trace_model(model_class, config, *way)
                 break
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
-        if calls is not None and (found is None or not calls.is_plain(config.hidden_size)):
-            found = _carried(model_class, config, calls)
+        if again is not None and (found is None or not again.calls.is_plain(config.hidden_size)):
+            found = again
         if found is None:
             raise CheckpointError(str(first_error)) from first_error
         _traces[key] = found
     return _traces[key]
 
 
-def _trace_calls(model_class: type[Any], config: Any) -> Calls | None:
-    """Return the calls of a model's layers; None if they cannot be followed."""
+def trace_again(model_class: type[Any], config: Any) -> ModelTrace | None:
+    """Return the anatomy of a model that keeps the inputs of each call's positions in place of caches; None if its calls cannot be
+    followed."""
     try:
-        return trace_calls(build_on_meta(model_class, copy.deepcopy(config)))
+        calls = trace_calls(build_on_meta(model_class, copy.deepcopy(config)))
     except (CallsUnknown, CheckpointError, *FOREIGN_ERRORS):
         return None
-
-
-def _carried(model_class: type[Any], config: Any, calls: Calls) -> ModelTrace:
-    """Return the anatomy of a model that keeps the inputs of each call's positions in place of caches."""
     model, count = build_on_meta(model_class, config), len(calls.layers)
     names = {id(module): name for name, module in model.named_modules()}
     return ModelTrace(
