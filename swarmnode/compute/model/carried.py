@@ -430,10 +430,10 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tens
     whole: list[Tensor] = []
     for tensor, place in zip(tensors, places, strict=True):
         rest = [at for at in range(tensor.dim()) if at not in (place.rows, place.positions)]
-        if tuple(tensor.shape[at] for at in rest) != place.others:
-            raise ValueError(f"{place.source[0]} returned a tensor of {(*tensor.shape,)}: its sizes depend on the text")
-        flat_BTE = tensor.permute(place.rows, place.positions, *rest).flatten(2)
-        (whole if place.is_whole else parts).append(flat_BTE if tensor.dim() > 2 else flat_BTE.unsqueeze(-1))
+        for at, size in zip(rest, place.others, strict=True):  # a short text may choose fewer positions: its last one again
+            tensor = tensor.index_select(at, torch.arange(size, device=tensor.device).clamp(max=tensor.shape[at] - 1))
+        part_BTX = tensor.permute(place.rows, place.positions, *rest)
+        (whole if place.is_whole else parts).append(part_BTX.reshape(*part_BTX.shape[:2], -1))
     packed_BTW = torch.cat(parts, -1)
     if whole:
         bits = torch.arange(ID_BITS, device=packed_BTW.device)

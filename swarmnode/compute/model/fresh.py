@@ -155,6 +155,11 @@ def tiny_config(config: Any) -> Any:
         tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
     if getattr(config, "mamba_headdim", None):
         tiny.mamba_headdim = inner // tiny.n_mamba_heads
+    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
+    if getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2:  # at least one pair of a head's numbers is rotated
+        tiny.head_dim = int(2 / turned)
+        if known.get("qk_rope_head_dim"):
+            tiny.qk_rope_head_dim = 2
     if known.get("qk_head_dim"):
         tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
     if own is not None:
@@ -189,7 +194,7 @@ def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:
             | {[layer for layer in own if layer < first_shared][-1] for own in places.values()}
         )
     for own in places.values() if len(places) > 1 else ():
-        kept |= set(own[: max(0, 2 - len(kept & set(own)))])
+        kept |= set([layer for layer in own if layer not in kept][: max(0, 2 - len(kept & set(own)))])
     return sorted(kept)
 
 
