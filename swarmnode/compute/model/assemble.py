@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from swarmnode.compute.model.carried import Absent as AbsentLayer
-from swarmnode.compute.model.carried import Calls, Carrier
+from swarmnode.compute.model.carried import Calls, Carrier, is_of_other_media
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family, own_name
 from swarmnode.compute.model.lean import lean
@@ -106,6 +106,9 @@ def _cut_class(family: Family, start: int, end: int, packed: Packed) -> type[Any
 
 
 def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> None:
+    for name in [name for name, _ in model.named_modules() if is_of_other_media(f"{name}.")]:
+        if not is_of_other_media(f"{name.rpartition('.')[0]}."):
+            model.set_submodule(name, AbsentLayer(model.get_submodule(name)))
     if family.calls is not None:
         _cut_calls(model, family, family.calls, start, end)
         hold(model, packed)

@@ -67,6 +67,7 @@ class Place:
     rows: int
     positions: int
     others: tuple[int, ...]
+    streams: int  # that lie behind each other in the dimension of positions; if there are several, they count as a dimension before it
     is_whole: bool  # whole numbers or truth values
 
     @property
@@ -133,6 +134,14 @@ class Calls:
 _NUMBERED = re.compile(r"(.*?\.?\d+)\.")
 
 
+_OF_OTHER_MEDIA = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal)\w*\.")
+
+
+def is_of_other_media(name: str) -> bool:
+    """Return whether a tensor, or a module if a dot follows its name, is for images or sound."""
+    return _OF_OTHER_MEDIA.search(name) is not None
+
+
 def is_one_of(module: str, names: Iterable[str]) -> bool:
     """Return whether a module's name is one of `names`, if either may lack the beginning of the other."""
     return any(module == name or name.endswith("." + module) or module.endswith("." + name) for name in names)
@@ -197,7 +206,8 @@ def find_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's layers: the modules in its outermost lists, except lists with few parameters."""
     lists: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{each}.") for each in lists):
+        is_list = isinstance(module, nn.ModuleList) and len(module) and not is_of_other_media(f"{name}.")
+        if is_list and not any(name.startswith(f"{each}.") for each in lists):
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     least = SMALL_LIST * max(lists.values(), default=0)
     return [
@@ -301,11 +311,23 @@ def trace_calls(model: Any) -> Calls:
 def _place(source: Source, number: int, result: Result) -> Place:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
-    if ROWS not in sizes or POSITIONS not in sizes:
+    rows, positions = _dimensions(sizes)
+    if rows is None or positions is None:
         raise CallsUnknown(f"{source[0]} returns a tensor of {(*sizes,)} that has no row and position of its own")
-    rows, positions = sizes.index(ROWS), sizes.index(POSITIONS)
+    streams = sizes[positions] // POSITIONS
+    if streams > 1:
+        sizes[positions : positions + 1] = streams, POSITIONS
+        rows, positions = rows + (rows > positions), positions + 1
     others = tuple(size for at, size in enumerate(sizes) if at not in (rows, positions))
-    return Place(source, number, rows, positions, others, not leaf.is_floating_point())
+    return Place(source, number, rows, positions, others, streams, not leaf.is_floating_point())
+
+
+def _dimensions(sizes: Sequence[int]) -> tuple[int | None, int | None]:
+    """Return the dimensions of rows and of positions in the sizes of a traced tensor; None for one that it lacks."""
+    rows = next((at for at, size in enumerate(sizes) if size == ROWS), None)
+    whole = [at for at, size in enumerate(sizes) if size == POSITIONS]
+    several = [at for at, size in enumerate(sizes) if size and size % POSITIONS == 0 and at > 0]
+    return rows, next(iter([*whole, *several]), None)
 
 
 class _Left(BaseException):
@@ -386,10 +408,11 @@ class Carrier:
             return leaf
         if (source, at) in self._returned:
             return self._returned[source, at].clone()
-        sizes, (rows, positions) = list(leaf.shape), self._sizes
-        for size, real in ((ROWS, rows), (POSITIONS, positions)):
-            if size in sizes:
-                sizes[sizes.index(size)] = real
+        sizes, (rows, positions) = list(leaf.shape), _dimensions(leaf.shape)
+        if rows is not None:
+            sizes[rows] = self._sizes[0]
+        if positions is not None:
+            sizes[positions] = sizes[positions] // POSITIONS * self._sizes[1]
         dtype = self._model.dtype if leaf.is_floating_point() else leaf.dtype
         return torch.zeros(sizes, dtype=dtype, device=self._model.device)
 
@@ -429,6 +452,8 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tens
     parts: list[Tensor] = []
     whole: list[Tensor] = []
     for tensor, place in zip(tensors, places, strict=True):
+        if place.streams > 1:
+            tensor = tensor.unflatten(place.positions - 1, (place.streams, -1))
         rest = [at for at in range(tensor.dim()) if at not in (place.rows, place.positions)]
         for at, size in zip(rest, place.others, strict=True):  # a short text may choose fewer positions: its last one again
             tensor = tensor.index_select(at, torch.arange(size, device=tensor.device).clamp(max=tensor.shape[at] - 1))
@@ -456,5 +481,8 @@ def unpack(packed_BTW: Tensor, places: Sequence[Place]) -> dict[tuple[Source, in
         tensor = part_BTE.reshape(*part_BTE.shape[:2], *place.others)
         rest = iter(range(2, tensor.dim()))
         order = [0 if at == place.rows else 1 if at == place.positions else next(rest) for at in range(tensor.dim())]
-        found[place.source, place.number] = tensor.permute(order)
+        tensor = tensor.permute(order)
+        found[place.source, place.number] = (
+            tensor if place.streams == 1 else tensor.flatten(place.positions - 1, place.positions)
+        )
     return found

@@ -7,6 +7,7 @@ code, and `serving/loading.py` tries whether a split model computes the same as 
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,7 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from swarmnode.compute.model.carried import is_one_of
+from swarmnode.compute.model.carried import is_of_other_media, is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model
@@ -33,7 +34,6 @@ SNAPSHOT_BYTES = 1 << 28  # of one row's snapshots over a whole model, unless th
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
-_OF_OTHER_MEDIA = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal)\w*\.")  # modules
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -180,7 +180,7 @@ class Family(ModelTrace):
         identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors for
         images and sound belong to none.
         """
-        if _OF_OTHER_MEDIA.search(name):
+        if is_of_other_media(name):
             return ()
         name = own_name(name)
         if self.calls is not None:
@@ -297,41 +297,58 @@ def _kinds(config: Any) -> set[str]:
 def language_config(config: Any) -> Any:
     """Return the language model's part of a config that describes more (images, sound), if transformers counts the whole and the
     part among its causal language models. Else return `config`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     part = config.sub_configs.get("text_config")
     text = config if part is None else config.get_text_config()
-    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in (config, text)):
-        return config
-    if text is config:
+    whole, own = _mapped_class(config), _mapped_class(text)
+    if text is config or whole is None or own is None:
         return config
     if (settings := settings_of(config)) is not None:
         text.quantization_config = settings
-    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if whole.config_class is type(config):
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's class decides this by its own config
     return text
 
 
+def _mapped_class(config: Any) -> Any:
+    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a type
+    of the same family if that class takes this config. None if there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        named: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return named[0] if isinstance(named, tuple) else named
+    package, _, _ = type(config).__module__.rpartition(".")
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys():
+        if package == f"transformers.models.{model_type_to_module_name(kind)}":
+            module = importlib.import_module(package)
+            named = MODEL_FOR_CAUSAL_LM_MAPPING[getattr(module, CONFIG_MAPPING_NAMES[kind])]
+            if not isinstance(named, tuple) and named.config_class is type(config):
+                return named
+    return None
+
+
 def causal_class(config: Any) -> type[Any]:
     """Return the class of a config's causal language model. Raises CheckpointError for models of another kind."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     kind = f"model type {config.model_type!r}"
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{kind} is an encoder-decoder: only decoder-only language models can be split; choose another model"
         )
-    if any(part.startswith(OTHER_MEDIA) for part in config.sub_configs) or config.get_text_config() is not config:
+    has_media, model_class = any(part.startswith(OTHER_MEDIA) for part in config.sub_configs), _mapped_class(config)
+    try:
+        is_whole = config.get_text_config() is config
+    except ValueError:  # several
+        is_whole = False
+    if not is_whole or (has_media and (model_class is None or model_class.config_class is not type(config))):
         raise CheckpointError(
             f"{kind} takes images or sound besides text: only text models can be split; choose another model"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class is None:
         raise CheckpointError(
             f"{kind} is not a causal language model of transformers: it cannot be split; choose another model"
         )
     if getattr(config, "num_hidden_layers", None) is None:
         raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split; choose another model")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
+    chosen: type[Any] = model_class
     return chosen

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.model.family import Family, causal_class, family_of, ropes
+from swarmnode.compute.model.family import OTHER_MEDIA, Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import CONFIG_KEY, Bottleneck, add_projections, begin_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
@@ -42,7 +42,7 @@ TINY_SIZES = {
     **dict.fromkeys(("mamba_chunk_size", "block_size"), 4),
 }
 TINY_LAYERS = 4
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_blocks", "n_layer")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_blocks", "n_layer", "num_decoder_layers", "num_encoder_layers")
 LAYER_KINDS = ("layer_types", "layers_block_type")
 FACTORS = {"long_factor", "short_factor"}
 POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # names of the position table's size in configs
@@ -131,6 +131,9 @@ def tiny_config(config: Any) -> Any:
     if shared := getattr(config, "num_kv_shared_layers", None):
         tiny.num_kv_shared_layers = sum(layer >= count - shared for layer in kept)
     tiny.__dict__.pop(CONFIG_KEY, None)  # is not of the family
+    for name in [name for name in config.sub_configs if name.startswith(OTHER_MEDIA)]:
+        for layers in [each for each in LAYER_COUNTS if isinstance(getattr(getattr(tiny, name), each, None), int)]:
+            setattr(getattr(tiny, name), layers, 1)
     for name, size in TINY_SIZES.items():
         value = getattr(tiny, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from swarmnode.compute.model.carried import Calls, CallsUnknown, trace_calls
+from swarmnode.compute.model.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError
@@ -193,7 +193,7 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
     found = [
         (sum(parameter.numel() for parameter in module.parameters()), name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == layer_count
+        if isinstance(module, nn.ModuleList) and len(module) == layer_count and not is_of_other_media(f"{name}.")
     ]
     if not found:
         raise CheckpointError(
