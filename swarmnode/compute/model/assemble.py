@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from swarmnode.compute.model.carried import Absent as AbsentLayer
+from swarmnode.compute.model.carried import Calls, Carrier, is_of_other_media
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family, own_name
 from swarmnode.compute.model.lean import lean
@@ -51,14 +53,16 @@ def assemble(
 
     Raises CheckpointError if tensors are missing or misshapen, or transformers cannot fill the model.
     """
-    model, info = _filled(_cut_class(family, start, end, packed), family, tensors, dtype)
+    tied = {} if family.calls is None else family.calls.tied
+    copies = {target: tensors[source] for target, source in tied.items() if source in tensors}
+    model, info = _filled(_cut_class(family, start, end, packed), family, {**tensors, **copies}, dtype)
     wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors of the model are missing or misshapen "
             f"in the checkpoint: {wrong[0]}; fetch the checkpoint again"
         )
-    if start > 0:
+    if start > 0 and family.calls is None:
         _remove(model, family.input_embedding)  # was needed only for a tied head
     model.requires_grad_(False)
     return model
@@ -102,6 +106,13 @@ def _cut_class(family: Family, start: int, end: int, packed: Packed) -> type[Any
 
 
 def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> None:
+    for name in [name for name, _ in model.named_modules() if is_of_other_media(f"{name}.")]:
+        if not is_of_other_media(f"{name.rpartition('.')[0]}."):
+            model.set_submodule(name, AbsentLayer(model.get_submodule(name)))
+    if family.calls is not None:
+        _cut_calls(model, family, family.calls, start, end)
+        hold(model, packed)
+        return
     has_head = end == family.units
     absent = set[str]()
     if start > 0:
@@ -126,10 +137,26 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
     )
     model.set_submodule(family.stack_name, stack)
     hold(model, packed)
+    _keep_ties(model)
+
+
+def _keep_ties(model: Any) -> None:
+    """Forget the ties between parameters of which one is missing."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     model.all_tied_weights_keys = {
         target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= names
     }
+
+
+def _cut_calls(model: Any, family: Family, calls: Calls, start: int, end: int) -> None:
+    """Cut a model down to the modules that the calls of units [start, end) run, and let its passes begin and end there."""
+    has_head = end == family.units
+    held = set(calls.held(max(start - 1, 0), end - 1)) | (calls.head if has_head else set())
+    held |= calls.embedding if start == 0 else {family.input_embedding} if has_head and family.tied else set()
+    for name in sorted((calls.names | calls.embedding | calls.head) - held):
+        model.set_submodule(name, AbsentLayer(model.get_submodule(name)))
+    _keep_ties(model)
+    model.carrier = Carrier(model, calls)
 
 
 def _remove(model: Any, name: str) -> None:

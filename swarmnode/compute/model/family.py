@@ -7,17 +7,19 @@ code, and `serving/loading.py` tries whether a split model computes the same as 
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
+from swarmnode.compute.model.carried import is_of_other_media, is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
-from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_model
+from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
@@ -32,7 +34,6 @@ SNAPSHOT_BYTES = 1 << 28  # of one row's snapshots over a whole model, unless th
 STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 OTHER_MEDIA = ("vision", "audio")  # beginnings of the names of a config's parts
-_OF_OTHER_MEDIA = re.compile(r"(?:^|\.)(?:vision|visual|audio|image|multi_modal)\w*\.")  # modules
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -104,6 +105,8 @@ class Family(ModelTrace):
     @property
     def width(self) -> int:
         """Numbers of a position that cross a boundary between units: the hidden size, or the bottleneck's rank."""
+        if self.calls is not None:
+            return self.calls.width
         return int(self.config.hidden_size) if self.bottleneck is None else self.bottleneck.rank
 
     def layers_of(self, start: int, end: int) -> range:
@@ -113,6 +116,11 @@ class Family(ModelTrace):
             return range(*(min(unit * self.bottleneck.layers, count) for unit in (start, end)))
         first = min(max(start - 1, 0), count)
         return range(first, max(first, min(end - 1, count)))
+
+    def computed_again(self) -> Family | None:
+        """Return the family as one without caches, whose passes compute all positions again; None if its calls cannot be followed."""
+        found = None if self.calls is not None else trace_again(self.model_class, self.config)
+        return None if found is None else Family(**vars(found), model_class=self.model_class, config=self.config)
 
     def __repr__(self) -> str:
         return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
@@ -172,9 +180,11 @@ class Family(ModelTrace):
         identifies a layer's tensor, and the name of its module the others. Unidentified tensors go to both ends. Tensors for
         images and sound belong to none.
         """
-        if _OF_OTHER_MEDIA.search(name):
+        if is_of_other_media(name):
             return ()
         name = own_name(name)
+        if self.calls is not None:
+            return self._units_of_carried(name)
         numbered = re.search(r"(?:^|\.)(\d+)\.", name)
         if numbered:
             layer = int(numbered.group(1))
@@ -182,23 +192,32 @@ class Family(ModelTrace):
             return (unit,) if layer < self.layer_count else ()
         module = name.rpartition(".")[0]
         head = self.units - 1
-        if _is_one_of(module, [self.input_embedding]):
+        if is_one_of(module, [self.input_embedding]):
             return (0, head) if self.tied else (0,)
-        if _is_one_of(module, self.front):
+        if is_one_of(module, self.front):
             return (0,)
-        if _is_one_of(module, self.back):
+        if is_one_of(module, self.back):
             return (head,)
         return (0, head)
+
+
+    def _units_of_carried(self, name: str) -> tuple[int, ...]:
+        """Return the units that need a tensor of a model whose calls are followed: modules that belong to no unit are in all."""
+        assert self.calls is not None
+        units, module = {call + 1 for call in self.calls.calls_of(name)}, name.rpartition(".")[0]
+        head = self.units - 1
+        is_input = is_one_of(module, [self.input_embedding])
+        if is_one_of(module, self.front):
+            units.add(0)
+        if is_one_of(module, self.back) or (is_input and self.tied):
+            units.add(head)
+        return tuple(sorted(units)) if units else tuple(range(self.units))
 
 
 def own_name(name: str) -> str:
     """Return the name of a tensor in its language model, which may be a part of the model that the checkpoint is of."""
     _, found, rest = name.rpartition("language_model.")
     return name if not found else rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
-
-
-def _is_one_of(module: str, names: Iterable[str]) -> bool:
-    return any(module == name or name.endswith("." + module) or module.endswith("." + name) for name in names)
 
 
 @lean()
@@ -222,15 +241,18 @@ def family_of(config: Any) -> Family:
             "asks for its routers' logits (output_router_logits), which come from all layers at once, so it cannot be split: "
             "set it to false in config.json",
         ),
-        (
-            other,
-            f"has layers of type {', '.join(other)}: only layers of attention, of linear attention, convolutions and "
-            "state spaces can be split; choose another model",
-        ),
     ):
         if is_so:
             raise CheckpointError(f"{kind} {reason}")
-    return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
+    family = Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
+    if other and family.calls is None:
+        again = family.computed_again()
+        if again is None:
+            raise CheckpointError(
+                f"{kind} has layers of type {', '.join(other)}, whose caches are not known here; choose another model"
+            )
+        return again
+    return family
 
 
 @lean()
@@ -245,7 +267,13 @@ def trains_whole(config: Any) -> bool:
 
 
 def check_trains_at_layers(family: Family) -> None:
-    """Raise CheckpointError if a model keeps recurrent states: it is served in spans of layers, and trained as a graph."""
+    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is served in
+    spans of layers, and trained as a graph."""
+    if family.calls is not None:
+        raise CheckpointError(
+            f"{family.model_class.__name__} hands more than hidden states from layer to layer, which training and tuning in layers do "
+            "not follow; choose another model"
+        )
     if family.keeps_states:
         raise CheckpointError(
             f"{family.model_class.__name__} keeps recurrent states, which training and tuning in layers do not follow; `create "
@@ -269,41 +297,58 @@ def _kinds(config: Any) -> set[str]:
 def language_config(config: Any) -> Any:
     """Return the language model's part of a config that describes more (images, sound), if transformers counts the whole and the
     part among its causal language models. Else return `config`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     part = config.sub_configs.get("text_config")
     text = config if part is None else config.get_text_config()
-    if not all(type(each) in MODEL_FOR_CAUSAL_LM_MAPPING for each in (config, text)):
-        return config
-    if text is config:
+    whole, own = _mapped_class(config), _mapped_class(text)
+    if text is config or whole is None or own is None:
         return config
     if (settings := settings_of(config)) is not None:
         text.quantization_config = settings
-    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if whole.config_class is type(config):
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's class decides this by its own config
     return text
 
 
+def _mapped_class(config: Any) -> Any:
+    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a type
+    of the same family if that class takes this config. None if there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        named: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return named[0] if isinstance(named, tuple) else named
+    package, _, _ = type(config).__module__.rpartition(".")
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys():
+        if package == f"transformers.models.{model_type_to_module_name(kind)}":
+            module = importlib.import_module(package)
+            named = MODEL_FOR_CAUSAL_LM_MAPPING[getattr(module, CONFIG_MAPPING_NAMES[kind])]
+            if not isinstance(named, tuple) and named.config_class is type(config):
+                return named
+    return None
+
+
 def causal_class(config: Any) -> type[Any]:
     """Return the class of a config's causal language model. Raises CheckpointError for models of another kind."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     kind = f"model type {config.model_type!r}"
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{kind} is an encoder-decoder: only decoder-only language models can be split; choose another model"
         )
-    if any(part.startswith(OTHER_MEDIA) for part in config.sub_configs) or config.get_text_config() is not config:
+    has_media, model_class = any(part.startswith(OTHER_MEDIA) for part in config.sub_configs), _mapped_class(config)
+    try:
+        is_whole = config.get_text_config() is config
+    except ValueError:  # several
+        is_whole = False
+    if not is_whole or (has_media and (model_class is None or model_class.config_class is not type(config))):
         raise CheckpointError(
             f"{kind} takes images or sound besides text: only text models can be split; choose another model"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class is None:
         raise CheckpointError(
             f"{kind} is not a causal language model of transformers: it cannot be split; choose another model"
         )
     if getattr(config, "num_hidden_layers", None) is None:
         raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split; choose another model")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
+    chosen: type[Any] = model_class
     return chosen

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.model.family import Family, causal_class, family_of, ropes
+from swarmnode.compute.model.family import OTHER_MEDIA, Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import CONFIG_KEY, Bottleneck, add_projections, begin_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
@@ -27,7 +27,13 @@ TINY_SIZES = {
     **dict.fromkeys(("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 3),
-    "num_experts_per_tok": 2,
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "zero_expert_num"), 2),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "ple_embed_dim", "hc_lowrank", "o_lora_rank"), 8),
+    **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("expert_ffn_hidden_size", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("index_n_heads", "o_groups", "index_topk"), 4),
+    **dict.fromkeys(("index_head_dim", "adapter_rank"), 8),
+    "embedding_dim": 32,
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
@@ -36,6 +42,8 @@ TINY_SIZES = {
     **dict.fromkeys(("mamba_chunk_size", "block_size"), 4),
 }
 TINY_LAYERS = 4
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_blocks", "n_layer", "num_decoder_layers", "num_encoder_layers")
+LAYER_KINDS = ("layer_types", "layers_block_type")
 FACTORS = {"long_factor", "short_factor"}
 POSITION_NAMES = ("max_position_embeddings", "max_seq_len")  # names of the position table's size in configs
 
@@ -99,14 +107,33 @@ def tiny_model(tiny: Family) -> Any:
 
 def tiny_config(config: Any) -> Any:
     """Return a copy of `config` with few and small layers that keeps every switch and the kinds of layers."""
+    known, config = config.to_dict(), copy.deepcopy(config)
+    own = known.pop("per_layer_config", None)  # sizes that some layers have for themselves
+    if own is not None:
+        config.per_layer_config = None
     tiny = copy.deepcopy(config)
-    count = config.num_hidden_layers
-    kept = sorted({round(step * (count - 1) / (TINY_LAYERS - 1)) for step in range(TINY_LAYERS)})
-    for name, value in config.to_dict().items():
+    names = [name for name in LAYER_COUNTS if isinstance(known.get(name), int)]
+    count = config.num_hidden_layers if not names else known[names[0]]
+    kinds = next((each for name in LAYER_KINDS if len(each := list(getattr(config, name, None) or ())) >= count), [])
+    kept = _kept_layers(kinds, count, getattr(config, "num_kv_shared_layers", None) or 0)
+    for kind in set(kinds):
+        for name in [name for name, value in known.items() if value == [at for at in range(count) if kinds[at] == kind]]:
+            setattr(tiny, name, [place for place, layer in enumerate(kept) if kinds[layer] == kind])
+    for name, value in known.items():
         if isinstance(value, (list, tuple)) and len(value) == count and not name.endswith("token_id"):
-            setattr(tiny, name, [value[layer] for layer in kept])
-    tiny.num_hidden_layers = len(kept)
+            most = TINY_SIZES.get(name)
+            few = [value[layer] for layer in kept]
+            setattr(tiny, name, [min(size, most) for size in few] if most and isinstance(few[0], int) else few)
+    for name in names:
+        setattr(tiny, name, len(kept))
+    if not names:
+        tiny.num_hidden_layers = len(kept)
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        tiny.num_kv_shared_layers = sum(layer >= count - shared for layer in kept)
     tiny.__dict__.pop(CONFIG_KEY, None)  # is not of the family
+    for name in [name for name in config.sub_configs if name.startswith(OTHER_MEDIA)]:
+        for layers in [each for each in LAYER_COUNTS if isinstance(getattr(getattr(tiny, name), each, None), int)]:
+            setattr(getattr(tiny, name), layers, 1)
     for name, size in TINY_SIZES.items():
         value = getattr(tiny, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
@@ -125,6 +152,26 @@ def tiny_config(config: Any) -> Any:
             tiny.mamba_d_ssm = inner
     elif hasattr(config, "state_size") and hasattr(config, "num_heads"):
         tiny.num_heads = inner // tiny.head_dim
+    # Sizes that families derive from the others.
+    if getattr(config, "attention_hidden_size", None):
+        tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
+        tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
+    if getattr(config, "mamba_headdim", None):
+        tiny.mamba_headdim = inner // tiny.n_mamba_heads
+    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
+    if getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2:  # at least one pair of a head's numbers is rotated
+        tiny.head_dim = int(2 / turned)
+        if known.get("qk_rope_head_dim"):
+            tiny.qk_rope_head_dim = 2
+    if known.get("qk_head_dim"):
+        tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
+    if own is not None:
+        layers = {int(layer): sizes for layer, sizes in own.items()}
+        tiny.per_layer_config = {
+            place: {name: TINY_SIZES.get(name, size) if size else size for name, size in layers[layer].items()}
+            for place, layer in enumerate(kept)
+            if layer in layers
+        }
     # LongRoPE has one factor for each pair of a head's rotated numbers.
     head = getattr(tiny, "head_dim", None) or tiny.hidden_size // (getattr(tiny, "num_attention_heads", None) or 1)
     for rope in ropes(tiny):
@@ -135,6 +182,23 @@ def tiny_config(config: Any) -> Any:
         tiny.pad_token_id = 0
     tiny.dtype = None
     return tiny
+
+
+def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:
+    """Return the numbers of the layers of `count` that a tiny model keeps: from all places, and two of each kind. Of the last
+    `shared` layers, which use others' keys and values, one of each kind stays, and the last of each kind before them."""
+    kept = {round(step * (count - 1) / (TINY_LAYERS - 1)) for step in range(TINY_LAYERS)}
+    places = {kind: [layer for layer in range(count) if kinds[layer] == kind] for kind in dict.fromkeys(kinds[:count])}
+    first_shared = count - shared
+    if shared and kinds:
+        sharing = {kind: [layer for layer in own if layer >= first_shared] for kind, own in places.items()}
+        return sorted(
+            {own[0] for own in sharing.values() if own}
+            | {[layer for layer in own if layer < first_shared][-1] for own in places.values()}
+        )
+    for own in places.values() if len(places) > 1 else ():
+        kept |= set([layer for layer in own if layer not in kept][: max(0, 2 - len(kept & set(own)))])
+    return sorted(kept)
 
 
 def _positions(config: Any) -> int | None:

@@ -235,6 +235,8 @@ class ModelSpan:
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
+        if self.family.calls is not None:
+            return self._compute_again(x, cache, start, end, keep_last, adapters)
         if self.family.keeps_states and cache is not None:
             suit_cache(cache, self.family.model_class)
         if attention_mask is not None and not any(self.family.cache_shapes):
@@ -271,6 +273,38 @@ class ModelSpan:
             return logits_BKV
         hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
         return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
+
+    def _compute_again(
+        self, x: Tensor, cache: Any, start: int, end: int, keep_last: int, adapters: tuple[str, ...]
+    ) -> Tensor:
+        """Run units [start, end) on new positions and all before them, of a model that keeps no caches of its own; see `forward`.
+
+        The KV cache keeps the inputs of the range. Rows of one length go together, without their padding.
+        """
+        count = x.shape[1]
+        inputs_RTX, firsts = x, [0] * len(x)
+        if cache is not None:
+            keys = x[:, None] if x.dim() == 3 else x[:, None, :, None]
+            kept = cache.update(keys, keys[..., :0], self.layers_of(start, end + 1).start)[0][:, 0]
+            inputs_RTX = kept if x.dim() == 3 else kept[..., 0]
+            firsts = cache.first_columns
+        has_head = end == self.family.units
+        if has_head and not keep_last:
+            return self.empty_logits(len(x))
+        outputs: dict[int, Tensor] = {}
+        for first in dict.fromkeys(firsts):
+            rows = [row for row, each in enumerate(firsts) if each == first]
+            if first >= inputs_RTX.shape[1]:
+                continue  # a row that only stands in
+            self.adapters.choose(tuple(adapters[row] for row in rows) if adapters else (), inputs_RTX.shape[1] - first)
+            y = self.model.carrier.run(inputs_RTX[rows, first:], start, end, keep_last if has_head else -1)
+            outputs.update(zip(rows, y.unbind(), strict=True))
+        wanted = keep_last if has_head and keep_last > 0 else count
+        width = next(iter(outputs.values())).shape[-1]
+        whole = x.new_zeros((len(x), wanted, width), dtype=self.dtype)
+        for row, y in outputs.items():
+            whole[row, max(0, wanted - len(y)) :] = y[-wanted:]
+        return whole
 
     def empty_logits(self, rows: int) -> Tensor:
         """Return the result of a pass without logits, (B, 0, V or V + H)."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from swarmnode.compute.model.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError
@@ -65,6 +66,7 @@ class ModelTrace:
     narrows: bool  # what follows the layers works on fewer positions than went in
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
     state_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # per layer, the shape of each state of one row
+    calls: Calls | None  # of layers that hand each other more than hidden states, or keep caches that are not known here
 
 
 ONE_AT_A_TIME = threading.RLock()  # building a model sets switches of transformers that the whole process shares
@@ -91,16 +93,43 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     """
     key = model_class, config.to_json_string()
     if key not in _traces:
-        config, first_error = copy.deepcopy(config), None
+        config, found, first_error = copy.deepcopy(config), None, None
+        again = trace_again(model_class, config)
         for way in _WAYS:
             try:
-                _traces[key] = _trace_model(model_class, config, *way)
+                found = _trace_model(model_class, config, *way)
                 break
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
-        else:
+        if again is not None and (found is None or not again.calls.is_plain(config.hidden_size)):
+            found = again
+        if found is None:
             raise CheckpointError(str(first_error)) from first_error
+        _traces[key] = found
     return _traces[key]
+
+
+def trace_again(model_class: type[Any], config: Any) -> ModelTrace | None:
+    """Return the anatomy of a model that keeps the inputs of each call's positions in place of caches; None if its calls cannot be
+    followed."""
+    try:
+        calls = trace_calls(build_on_meta(model_class, copy.deepcopy(config)))
+    except (CallsUnknown, CheckpointError, *FOREIGN_ERRORS):
+        return None
+    model, count = build_on_meta(model_class, config), len(calls.layers)
+    names = {id(module): name for name, module in model.named_modules()}
+    return ModelTrace(
+        stack_name=calls.layers[0][0].rpartition(".")[0],
+        input_embedding=names[id(model.get_input_embeddings())],
+        front=calls.embedding,
+        back=calls.head,
+        tied=bool(getattr(config, "tie_word_embeddings", False) and model.all_tied_weights_keys),
+        tuple_length=0,
+        narrows=False,
+        cache_shapes=(((1, calls.width),),) * count,
+        state_shapes=((),) * count,
+        calls=calls,
+    )
 
 
 def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, has_mask: bool) -> ModelTrace:
@@ -136,6 +165,7 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
         narrows=narrows,
         cache_shapes=shapes,
         state_shapes=states,
+        calls=None,
     )
 
 
@@ -163,7 +193,7 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
     found = [
         (sum(parameter.numel() for parameter in module.parameters()), name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == layer_count
+        if isinstance(module, nn.ModuleList) and len(module) == layer_count and not is_of_other_media(f"{name}.")
     ]
     if not found:
         raise CheckpointError(

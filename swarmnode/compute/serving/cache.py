@@ -40,6 +40,7 @@ GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING = 0.25  # of all columns of a cohort
 ANY_LENGTH = 1 << 20  # positions of a session whose memory does not grow with them
+ID_BYTES = 8  # of a token
 ROW_SIZES = 4096  # remembered results
 
 SessionId = TypeVar("SessionId", bound=Hashable)
@@ -388,6 +389,8 @@ class CachePool:
     def _count_row_bytes(self, layers: range, columns: int) -> int:
         """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
         kept = largest = 0
+        if (calls := self.span.family.calls) is not None:  # the inputs of the first layer are kept, and copied as a whole
+            return 2 * columns * max(calls.width * self.span.dtype.itemsize, ID_BYTES)
         for layer in layers:
             window, size = self.windows.get(layer), self.span.dtype.itemsize
             held = columns if window is None else min(columns, window.columns)

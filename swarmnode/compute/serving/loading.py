@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -19,19 +20,20 @@ from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tri
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS
 from swarmnode.compute.packing.card_matrix import choose_products
 from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.config import PLAIN
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, SwarmnodeError
 
 FIRST, PROMPT, LENGTH, PADDING = 3, 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
 
-_passed: dict[FamilyKey, bool] = {}
-"""Families that were tried, and whether their states go on only position by position"""
+_passed: dict[FamilyKey, tuple[Family | None, bool]] = {}
+"""Families that were tried: as what to serve them if not as they are, and whether their states go on only position by position"""
 
 
 @lean()
@@ -71,7 +73,7 @@ def load_span(
     """
     family = checkpoint.family
     if check or family.keeps_states:
-        check_family(family)
+        checkpoint.family = family = check_family(family)
     device = torch.device(device)
     model = load_model(
         checkpoint, start, end, dtype=dtype, products=products, packed_on=device, expert_slots=expert_slots
@@ -83,7 +85,7 @@ def load_span(
     model.to(device)
     choose_products(part for weight in held_by(model) for part in weight.card_parts)
     span = ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
-    span.steps_singly = _passed.get(family_key(family), False)
+    span.steps_singly = _passed.get(family_key(family), (None, False))[1]
     return span
 
 
@@ -101,29 +103,36 @@ def prepare_span(
 
     Raises CheckpointError if the family cannot be split.
     """
-    check_family(checkpoint.family)
+    checkpoint.family = check_family(checkpoint.family)
     if torch.device(device).type == "cpu" and products == PLAIN:
         speed_up_linears(outline(checkpoint.family, start, end, dtype=dtype))
 
 
 @lean()
-def check_family(family: Family) -> None:
-    """Raise CheckpointError if a split tiny model of this class and config does not give the whole one's logits."""
+def check_family(family: Family) -> Family:
+    """Return the family as it is to be served: with its caches, or computed again in each pass.
+
+    Raises CheckpointError if a split tiny model of this class and config does not give the whole one's logits in either way.
+    """
     key = family_key(family)
     if key in _passed:
-        return
+        return _passed[key][0] or family
+    name, problem = family.model_class.__name__, ""
     with tried(family) as tiny:
-        singly = False
-        error = _largest_difference(tiny, singly)
-        if not error < TOLERANCE and family.keeps_states:
-            singly = True
-            error = _largest_difference(tiny, singly)
-    if not error < TOLERANCE:
-        name = family.model_class.__name__
-        raise CheckpointError(
-            f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}; choose another model"
-        )
-    _passed[key] = singly
+        again = None if tiny.calls is not None else tiny.computed_again()
+        ways = [(tiny, False), *([(tiny, True)] if family.keeps_states else []), *([] if again is None else [(again, False)])]
+        for way, singly in ways:
+            try:
+                error = _largest_difference(way, singly)
+            except (SwarmnodeError, *FOREIGN_ERRORS) as failure:
+                problem = problem or f"could not be tried on a tiny model: {failure}"
+                continue
+            if error < TOLERANCE:
+                chosen = family.computed_again() if way is again else None
+                _passed[key] = chosen, singly
+                return chosen or family
+            problem = problem or f"cannot be split: a tiny model in spans differs from the whole by {error:.1%}"
+    raise CheckpointError(f"{name} {problem}; choose another model")
 
 
 @torch.inference_mode()
@@ -139,7 +148,11 @@ def _largest_difference(family: Family, singly: bool) -> float:
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
     positions = {"position_ids": positions_BT} if takes_positions else {}
-    expected_BTV: Tensor = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
+    if family.calls is not None:  # such families need not know padding
+        rows = [whole(input_ids=ids_BT[row : row + 1, skip:], use_cache=False).logits[0] for row, skip in enumerate(PADDING)]
+        expected_BTV = torch.stack([functional.pad(each, (0, 0, LENGTH - len(each), 0)) for each in rows])
+    else:
+        expected_BTV = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
     logits_BTV = _split_logits(family, whole.state_dict(), ids_BT, singly)
     difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
     return float(difference_BT.max() / expected_BTV.std())

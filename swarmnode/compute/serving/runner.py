@@ -119,7 +119,15 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows, kv=config.kv)
+        self._goes_alone = span.family.calls is not None
+        is_plain = self._goes_alone  # inputs are kept as they are, and all of them
+        self.pool = CachePool(
+            span,
+            config.cache_bytes,
+            ledger,
+            windows={} if is_plain else config.windows,
+            kv=PLAIN if is_plain else config.kv,
+        )
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )
@@ -129,10 +137,11 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
+        is_whole = self._goes_alone or span.family.keeps_states
+        is_captured = config.capture and not is_whole and span.device.type in ("cuda", "cpu")
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
-        takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states
+        takes_graphs = span.has_same_bits and config.kv == PLAIN and not is_whole
         self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
         self.bits, self.bits_of_graph = b"", False  # class of equal bits, and whether a graph of ggml has it
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
@@ -316,7 +325,7 @@ class StageRunner:
             # A graph computes the model alone, with other bits than torch's way.
             adapter = opened.adapter if not is_shared else "any" if opened.adapter and self.graphs is not None else ""
             # Stand-ins would change recurrent states: steps and chunks of such sessions that share a pass are equally long.
-            alone: Hashable = None
+            alone: Hashable = work.session_id if self._goes_alone else None
             if opened.cached.history is not None:
                 is_alike = work.count <= KEPT_INPUTS and not self._goes_singly(opened.cached, work.count)
                 alone = (work.count, opened.cached.length > 0) if is_alike else work.session_id
