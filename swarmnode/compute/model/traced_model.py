@@ -232,7 +232,9 @@ def _traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *a
 
 
 ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)
-ALL_EXPERTS_FUNCTIONS.register(TRACED, lambda _module, hidden, *_, **__: torch.empty_like(hidden))  # states may follow them
+ALL_EXPERTS_FUNCTIONS.register(
+    TRACED, lambda _module, hidden, *_, **__: torch.empty_like(hidden)
+)  # states may follow them
 ALL_MASK_ATTENTION_FUNCTIONS.register(TRACED, sdpa_mask)
 
 

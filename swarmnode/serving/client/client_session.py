@@ -183,6 +183,8 @@ class ClientSession:
             PeerId, HopSpec
         ] = {}  # hops that still have the session's cache, for those that take their place
         self._left_in = 0  # epoch of the last of them
+        self._may_take_over: frozenset[HopSpec] = frozenset()  # hops that may have asked one of them
+        self.was_taken_over = False  # whether a hop has positions that it did not compute, and cannot account for
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, PeerError]] = asyncio.Queue()
         self._codecs = ReportedCodecs(self.spec.codec, self.spec.codecs)
@@ -305,7 +307,9 @@ class ClientSession:
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
             self._codecs.record(body, self.route, self.spec.max_length)
         elif isinstance(body, TookOver) and body.index < len(self.route):
-            self._served.record_taken_over(self.id, self.route[body.index], self.spec.rows * body.length)
+            if (hop := self.route[body.index]) in self._may_take_over:
+                self.was_taken_over = True
+                self._served.record_taken_over(self.id, hop, self.spec.rows * body.length)
         elif isinstance(body, Fault) and body.epoch == self.epoch and body.index < len(self.route):
             self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
@@ -491,6 +495,10 @@ class ClientSession:
         self.epoch, self.received_end = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
+        leaving = tuple(self._leaving.values())[-MAX_LEAVING:]
+        self._may_take_over |= {
+            hop for hop in self.route for left in leaving if left.start <= hop.start < hop.end <= left.end
+        }
         is_guessed = spec.proposer and spec.mode == Mode.RING
         drafts = min(self.router.drafts(self.route), MAX_DRAFTS) if is_guessed else 0
         opened = Open(
@@ -512,7 +520,7 @@ class ClientSession:
             branch=branch,
             drafts=drafts,
             proposer=spec.proposer if drafts else "",
-            leaving=tuple(self._leaving.values())[-MAX_LEAVING:],
+            leaving=leaving,
         )
         if spec.adapter:
             opened = await self.with_adapter(opened)
