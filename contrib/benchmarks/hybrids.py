@@ -24,6 +24,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -244,7 +245,7 @@ async def faults(folder: Path, family: str, tokens: int) -> dict[str, Any]:
         (home := folder / f"round{number}").mkdir()
         async with two_by_two(founded, home) as (swarm, _, client):
             prompt = [dice.randrange(5, 512) for _ in range(dice.choice((9, 70, 300, 700)))]
-            new, at = dice.choice((48, 96, 160)), dice.randrange(1, 40)
+            new, at = dice.choice((96, 160, 256)), dice.randrange(1, 40)
             stream = await client.stream(prompt, max_new_tokens=new, drafts=dice.choice(("off", "auto")), kept_for="me")
             kind, seen = ("kill", "hang", "drain", "none")[number % 4], 0
             with contextlib.ExitStack() as hung:
@@ -265,6 +266,7 @@ async def faults(folder: Path, family: str, tokens: int) -> dict[str, Any]:
                 results = await asyncio.gather(*(ask(client, list(each), max_new_tokens=24) for each in prompts))
                 for each, result in zip(prompts, results, strict=True):
                     compare(list(each), result.ids)
+        print(json.dumps({"family": family, "tokens": checked, "different": different}), file=sys.stderr, flush=True)
     return {"tokens": checked, "different": different, "texts_with_a_fault": number, "reroutes": reroutes}
 
 

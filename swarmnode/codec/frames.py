@@ -64,7 +64,10 @@ class FrameKind(IntEnum):
     CHUNK = 35
     DRAFTS = 36
     OFFER_ADAPTER = 37
+    GET_CACHE = 38
+    CACHE = 39
     PROBE = 40
+    TOOK_OVER = 41
     FORWARD = 48
     BACKWARD = 49
     LEAD = 50

@@ -74,6 +74,7 @@ from swarmnode.codec.body import (
     Unit,
 )
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
+from swarmnode.codec.handover_messages import HANDOVER_BODIES, MAX_LEAVING
 from swarmnode.codec.measuring_messages import MEASURING_BODIES, TRACE_BODIES
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
@@ -353,6 +354,9 @@ class Open(Body, frozen=True):
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
     proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto
     ticket: AdapterTicket | None = None  # for an `adapter` that the manifest does not list
+    leaving: Annotated[
+        tuple[HopSpec, ...], Meta(max_length=MAX_LEAVING)
+    ] = ()  # hops of the former route with its caches
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)
@@ -558,6 +562,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **AUDIT_BODIES,
+    **HANDOVER_BODIES,
     **CREDIT_BODIES,
     **TRAINING_BODIES,
     **SPOT_CHECK_BODIES,

@@ -47,6 +47,10 @@ class Entry(msgspec.Struct, frozen=True):
         return sum(map(len, self.payload))
 
 
+class JournalGap(PeerLost):
+    """Positions that a peer lacks are not in the journal, as another peer had sent them: they must be computed again."""
+
+
 class Hop:
     """Edge from one stage of a session to the next: a journal, and a channel for each epoch.
 
@@ -67,6 +71,9 @@ class Hop:
         self._reservation = reservation
         self.journal: list[Entry] = []  # entries that may have to be sent again
         self.journal_bytes = 0  # of their payloads
+        self.begin = (
+            0  # first position in the journal: earlier ones were sent by another peer, whose cache was taken over
+        )
         self.end = 0  # positions journalled
         self.had = 0  # positions that the current peer held when it was bound; later ones were sent to it
         self.truncations = 0  # number of the last truncation
@@ -96,7 +103,8 @@ class Hop:
         """Bind the hop to `peer` for the epoch of `body`, sent with the payload `text`: wait for READY, send the positions that the
         peer lacks, and go live.
 
-        Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal.
+        Raises PeerLost, PeerRefused or NetworkDown; the hop is then unbound and keeps its journal. Raises JournalGap if the peer
+        lacks positions that another peer sent before this one.
         """
         former = self._release()
         try:
@@ -132,6 +140,8 @@ class Hop:
             self._check_bound(attempt, channel)  # an error may have arrived together with READY
             # A peer that missed a truncation holds positions that are not in the journal any more.
             lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
+            if lacking < self.begin:
+                raise JournalGap(f"{channel.peer} has {lacking} positions; this journal begins at {self.begin}")
             while self._replayed < len(self.journal):  # the journal may grow, or be cut, while the link drains
                 entry = self.journal[self._replayed]
                 self._replayed += 1
@@ -176,6 +186,15 @@ class Hop:
         self._count()
         return True
 
+    def begin_at(self, position: int, truncations: int) -> None:
+        """Begin an empty journal at `position`, after `truncations` truncations: another peer has sent the positions before."""
+        self.begin = self.end = position
+        self.truncations = truncations
+
+    def lacks_for(self, peer: PeerId) -> bool:
+        """Return whether `peer`, unless it is bound already, may need positions before those of the journal."""
+        return self.begin > 0 and peer != self.peer
+
     def begin_as(self, other: Hop, end: int) -> int:
         """Journal the first positions of another session's edge without sending them, sharing their bytes; return the number of
         positions journalled.
@@ -184,7 +203,7 @@ class Hop:
         """
         for entry in other.journal:
             is_cut = entry.count < entry.body.tensor.shape[1] or entry.end > end
-            if entry.start >= end or (is_cut and not _is_divisible(entry)):
+            if entry.start >= end or entry.start > self.end or (is_cut and not _is_divisible(entry)):
                 break
             self.record(replace(entry if entry.end <= end else _front(entry, end - entry.start), truncate=None))
         return self.end
@@ -218,7 +237,7 @@ class Hop:
         self._cut_journal(truncate.to)
 
     def _cut_journal(self, to: int) -> None:
-        self.end = to
+        self.begin, self.end = min(self.begin, to), to
         self.journal = list(until(self.journal, to))
         self._replayed = min(self._replayed, len(self.journal))
         self.journal_bytes = sum(entry.payload_bytes for entry in self.journal)
@@ -233,10 +252,15 @@ class Hop:
         if self._channel is not None and self._channel.open:
             self._channel.send(body)
 
-    def unbind(self) -> None:
-        """Leave the current peer in order, and give up an `open` in progress; the journal stays for the next peer."""
+    def unbind(self, *, after_s: float = 0.0) -> None:
+        """Leave the current peer in order, and give up an `open` in progress; the journal stays for the next peer.
+
+        The peer hears of it after `after_s` seconds. Until then another hop may take the place of this one.
+        """
         channel = self._release()
-        if channel is not None:
+        if channel is not None and after_s:
+            asyncio.get_running_loop().call_later(after_s, channel.close)
+        elif channel is not None:
             channel.close()
 
     def _release(self) -> Channel | None:

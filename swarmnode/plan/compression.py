@@ -28,6 +28,7 @@ PATIENCE = 16  # looks in a row that would allow less
 TOPK, ADATOPK, SLOWEST = "topk", "adatopk", "slowest"
 SPARSE_RULES = (TOPK, ADATOPK, SLOWEST)
 AS_SLOW = 0.9  # of the slowest link's seconds: measurements of one link waver
+UNMEASURED_BPS = 2e7  # bits/s of a line that nothing is known of, for a cache that is fetched
 MAX_CHANGES = 64  # of one session between two of its hops: a conversation of as many texts
 
 
@@ -369,3 +370,13 @@ class CodecSchedule:
     def truncate(self, to: int) -> None:
         """Drop the changes of codec from position `to` on."""
         self._changes = {at: codec for at, codec in self._changes.items() if at < to}
+
+
+def takes_over(cache_bytes: int, text_bytes: int, replay_s: float, bandwidth_bps: float, *, within_s: float) -> bool:
+    """Return whether a hop fetches the cache of a session from the hop that it replaces, rather than compute the text again in
+    `replay_s` seconds: the cache is smaller than the text's `text_bytes`, or comes sooner.
+
+    False if it cannot come in `within_s` seconds at `bandwidth_bps` (0: not known), or if `cache_bytes` is 0: there is none.
+    """
+    bps = bandwidth_bps or UNMEASURED_BPS
+    return 0 < cache_bytes * 8 <= within_s * bps and (cache_bytes - text_bytes) * 8 / bps < replay_s

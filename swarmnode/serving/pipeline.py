@@ -20,7 +20,9 @@ from msgspec.structs import replace
 
 from swarmnode.codec.messages import Open
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.serving.cache import Claim
+from swarmnode.compute.model.traced_model import LayerState
+from swarmnode.compute.serving.cache import ANY_LENGTH, Claim, TensorKind
+from swarmnode.compute.serving.states import SessionCopy
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
@@ -60,6 +62,7 @@ class Pipeline:
         self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
         self.hidden_size: int = workers[0].runner.span.width
         self.vocab_size: int = workers[0].runner.span.vocab_size
+        self.keeps_states: bool = workers[0].runner.span.family.keeps_states
         self._units_per_s = units_per_s
         self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: the workers that its positions pass, in order
 
@@ -126,7 +129,58 @@ class Pipeline:
         """Begin the newly opened `session` with the first `length` positions of `source`; `reachable` must have returned
         `length`."""
         for worker in self._passed[session]:
-            worker.fork(source, session, length)
+            worker.begin(session, partial(worker.runner.fork, source, session, length))
+
+    def snapshot(self, session: int) -> None:
+        """Keep the session's recurrent states as they are now, if it has any, for `copy_out`."""
+        for worker in self._passed[session] if self.keeps_states else ():
+            worker.call("snapshot", partial(worker.runner.pool.copy_out, session, ANY_LENGTH, range(0)))
+
+    async def copy_out(self, session: int, units: Span, most: int) -> SessionCopy | None:
+        """Return a copy of what all devices keep of a session's `units` at its newest position up to `most` that all have; None if
+        there is none."""
+        kept = [(worker, _layers(worker, units)) for worker in self._passed.get(session, ())]
+        while most > 0 and self.keeps_states:
+            copies = [
+                await worker.call("copy", partial(worker.runner.pool.copy_out, session, most, layers))
+                for worker, layers in kept
+                if layers
+            ]
+            if not copies or None in copies:
+                return None
+            found = [copy for copy in copies if copy is not None]
+            most = min(copy.length for copy in found)
+            if all(copy.length == most for copy in found):
+                return SessionCopy(most, {key: part for copy in found for key, part in copy.parts.items()})
+        return None
+
+    def copy_bytes(self, units: Span, length: int) -> int:
+        """Return the most bytes of a copy of one row's first `length` positions of `units`; 0 if the model keeps no recurrent
+        states, whose sessions are not copied."""
+        if not self.keeps_states:
+            return 0
+        return sum(worker.runner.pool.copy_bytes(_layers(worker, units), length) for worker in self.workers)
+
+    def check_copy(self, units: Span, length: int, parts: Mapping[LayerState, TensorKind]) -> None:
+        """Raise ProtocolError, with the name of a layer and its part, unless `parts` are what devices here would keep of the first
+        `length` positions of `units`."""
+        known: set[int] = set()
+        for worker in self.workers:
+            layers = _layers(worker, units)
+            known.update(layers)
+            worker.runner.pool.check_copy(
+                layers, length, {key: part for key, part in parts.items() if key[0] in layers}
+            )
+        if strange := {layer for layer, _ in parts} - known:
+            raise ProtocolError(f"layer {min(strange)} is not of the session")
+
+    def copy_in(self, session: int, copy: SessionCopy) -> None:
+        """Let the newly opened `session` begin with a copy that `check_copy` has accepted."""
+        for worker in self._passed[session]:
+            layers = _layers(worker, self.span)
+            own = SessionCopy(copy.length, {key: part for key, part in copy.parts.items() if key[0] in layers})
+            if layers:
+                worker.begin(session, partial(worker.runner.pool.copy_in, session, own))
 
     def reachable(self, source: int, held: int, length: int) -> int:
         """Return how many of the first `length` positions of the session `source`, which holds at most `held` positions, can be
@@ -224,6 +278,12 @@ def _part(worker: Worker, opened: Open) -> Span:
     """Return the layers of a session that a worker has; the span has no positive length if it has none."""
     (start, end), span = units_of(opened), worker.runner.span
     return Span(max(start, span.start), min(end, span.end))
+
+
+def _layers(worker: Worker, units: Span) -> range:
+    """Return the numbers of the layers among `units` that a worker has; empty if it has none."""
+    span = worker.runner.span
+    return span.layers_of(max(units.start, span.start), min(units.end, span.end))
 
 
 def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass) -> None:

@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
-from swarmnode.codec.body import Body
-from swarmnode.codec.frames import Frame
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
+from swarmnode.codec.handover_messages import HANDOVER_PROTOCOL, CacheReply, GetCache
 from swarmnode.codec.measuring_messages import trace_id
-from swarmnode.codec.messages import Attach, Error, Open
+from swarmnode.codec.messages import Attach, Error, Mode, Open
+from swarmnode.codec.sampling import ID_BYTES
+from swarmnode.codec.tensors import DTYPE_BYTES
 from swarmnode.compute.serving.grammar import GrammarMatcher
+from swarmnode.compute.serving.states import SessionCopy
 from swarmnode.config import ServerConfig
 from swarmnode.counting import counted
 from swarmnode.decisions import Topic
-from swarmnode.errors import Busy, ErrorCode, ProtocolError
-from swarmnode.links.switchboard import Channel
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, PeerError, ProtocolError
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.measuring.trace import SESSIONS, SessionTrace, trace_server
 from swarmnode.metrics.metric import Readings
@@ -27,16 +32,32 @@ from swarmnode.net.addressing.addresses import Claimant, owner_of
 from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.questions import LocalPeer, board_of
+from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer, ask_one, board_of
+from swarmnode.plan.compression import takes_over
+from swarmnode.plan.view import Span
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import GiveWay, Pipeline, Replicas
 from swarmnode.serving.served_adapters import Grammars, StageAdapters
-from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
+from swarmnode.serving.session.opening import (
+    EarlyAttaches,
+    check_sampling,
+    draws_by_grammar,
+    is_for,
+    kinds_of,
+    pack_copy,
+    shape_of,
+    text_of,
+    units_of,
+    unpack_copy,
+)
 from swarmnode.serving.session.session import StageSession
 
 WATCH_S = 0.5  # between two checks of the sessions
+TAKE_OVER_S = 1.5  # for a cache from a hop that leaves; the hop before waits 2 s for READY (`links/hop.py`)
+MOST_TAKEN_OVER = 4  # caches on their way here at once
+MOST_HANDED_OVER = 8  # copies of one session that a leaving node gives: several hops may share its layers
 WOULD_HELP = {
     ErrorCode.BUSY: "it takes more when a text here ends, or with more memory (--memory)",
     ErrorCode.TOO_LARGE: "texts of this length need more memory (--memory)",
@@ -81,6 +102,9 @@ class StageServer:
         )
         self._traces: Recent[bytes, SessionTrace] = Recent(SESSIONS)  # of the sessions that ended last
         self._trace_server = trace_server(self.peer, self.trace)
+        self._handover_server = QuestionServer(self.peer, HANDOVER_PROTOCOL, GetCache, self._hand_over)
+        self._handed_over: Counter[bytes] = Counter()  # copies that were given, by session
+        self._taking_over = 0  # caches that are on their way here
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -120,6 +144,7 @@ class StageServer:
         """Start to accept sessions of other peers."""
         await self.switchboard.start()
         await self._trace_server.start()
+        await self._handover_server.start()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new sessions, ask the clients to move theirs, and wait for that, at most `timeout_s` seconds."""
@@ -154,6 +179,7 @@ class StageServer:
         self.grammars.close()
         await self.adapters.close()
         await self._trace_server.close()
+        await self._handover_server.close()
         await self.switchboard.close()
 
     # -- services for sessions
@@ -161,6 +187,7 @@ class StageServer:
     def freed(self, session: bytes) -> None:
         """Drop a session whose memory is free; see `SessionHost.freed`."""
         gone = self._sessions.pop(session)
+        self._handed_over.pop(session, None)
         self._traces[gone.trace_id] = gone.trace
         self._replicas.of(gone.key).forget(gone.key)
         self.adapters.leave(gone.key)
@@ -202,15 +229,15 @@ class StageServer:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def _needs_more(self, body: Open) -> bool:
-        """Return whether a grammar must be compiled or an adapter loaded before the session can open."""
+        """Return whether a grammar must be compiled, an adapter loaded or a cache fetched before the session can open."""
         lacks_grammar = draws_by_grammar(body) and body.session not in self._sessions
-        return lacks_grammar or not self._has_adapter(body)
+        return lacks_grammar or not self._has_adapter(body) or self._predecessor(body) is not None
 
     def _has_adapter(self, body: Open) -> bool:
         return not body.adapter or body.adapter in self.adapters
 
     async def _open_with_more(self, channel: Channel, body: Open, text: Buffer) -> None:
-        """Compile the grammar and load the adapter first, without blocking the loop."""
+        """Compile the grammar, load the adapter and fetch the cache first, without blocking the loop."""
         grammar = None
         with self._refusing(channel, body):
             if draws_by_grammar(body) and body.session not in self._sessions:
@@ -219,8 +246,9 @@ class StageServer:
             if body.adapter:
                 self.adapters.admit(body, channel.peer)
                 await self.adapters.bring(body.adapter)
+            copy = await self._take_over(body, channel.peer)
             if channel.open:  # the sender may be gone
-                self._open(channel, body, text, grammar)
+                self._open(channel, body, text, grammar, copy)
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
@@ -233,9 +261,16 @@ class StageServer:
             self._record(f"refuses a text: {error}", channel.peer, body, WOULD_HELP.get(code))
             self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
-    def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
+    def _open(
+        self,
+        channel: Channel,
+        body: Open,
+        text: Buffer,
+        grammar: GrammarMatcher | None = None,
+        copy: SessionCopy | None = None,
+    ) -> None:
         """Bind a session to this channel: a new one, or one that is open here and comes by another way. `text` came with its OPEN:
-        the ids of the tokens that penalties count. `grammar` constrains its tokens.
+        the ids of the tokens that penalties count. `grammar` constrains its tokens. A new one begins with `copy`.
 
         Raises ProtocolError if the session cannot be had here, Busy if there is no room or its adapter has gone again.
         """
@@ -253,11 +288,11 @@ class StageServer:
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
             raise ProtocolError("another request for it came later", code=ErrorCode.STALE)
-        if session is not None and shape_of(body) != shape_of(session.opened):
+        if session is not None and (shape_of(body) != shape_of(session.opened) or session.must_begin_anew(body)):
             session.free()
             session = None
         if session is None:
-            session = self._new_session(channel.claimant, body, grammar)
+            session = self._new_session(channel.claimant, body, grammar, copy)
             self._record("takes a text", channel.peer, body)
         elif text_of(body) != text_of(session.opened):
             session.retained = False  # it does not make room for itself
@@ -270,7 +305,9 @@ class StageServer:
         for early, attach in self._early.pop_attaches(body.session):
             self._attach(early, attach)
 
-    def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
+    def _new_session(
+        self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None, copy: SessionCopy | None
+    ) -> StageSession:
         """Make a session, if possible in the pipeline of the session that it begins like. Raises as `_admit` does."""
         key, source = next(self._keys), self._source_of(body)
         self.adapters.use(body.adapter, key)  # else the adapter might be dropped to make room for its own session
@@ -284,9 +321,75 @@ class StageServer:
             self.peer.completed.begin(session.id, claimant.peer)
         if source is not None and body.branch is not None:
             _begin_as(source, session, body.branch.length, pipeline)
+        elif copy is not None:
+            session.take_over(copy.length)
+            pipeline.copy_in(key, copy)
         self._idle.clear()
         self._watch()
         return session
+
+    def _predecessor(self, body: Open) -> HopSpec | None:
+        """Return the hop that leaves and whose cache of a session, new here, can take the place of its text; None if there is none,
+        or if computing the text again is cheaper."""
+        hop, most, pipeline = body.route[min(body.index, len(body.route) - 1)], body.known - 1, self.pipelines[0]
+        is_new = body.session not in self._sessions and body.mode == Mode.RING and not self.draining and most > 0
+        if not body.leaving or not is_new or self._taking_over >= MOST_TAKEN_OVER:
+            return None
+        units = Span(hop.start, hop.end)
+        width_bytes = ID_BYTES if hop.start == 0 else pipeline.hidden_size * DTYPE_BYTES[self.codec_rules.dtype]
+        sizes = pipeline.copy_bytes(units, most), most * width_bytes
+        replay_s = sum(worker.scheduler.cost.seconds(most) for worker in pipeline.workers)
+        if not takes_over(*sizes, replay_s, self.peer.link_config.link_statistics.down_bps, within_s=TAKE_OVER_S):
+            return None
+        return next((one for one in body.leaving if one.start <= hop.start < hop.end <= one.end), None)
+
+    async def _take_over(self, body: Open, sender: PeerId) -> SessionCopy | None:
+        """Fetch the cache of a session from the hop that leaves. None if there is no such hop, or no cache that fits comes in time:
+        then the hop before sends the text."""
+        if (predecessor := self._predecessor(body)) is None or not is_for(body, self.peer.network.peer_id, sender):
+            return None
+        units = Span(body.route[body.index].start, body.route[body.index].end)
+        truncations = 0 if body.truncate is None else body.truncate.number
+        question = GetCache(body.session, *units, body.known - 1, truncations, body.adapter)
+        most_bytes = self.pipelines[0].copy_bytes(units, question.most)
+        links = replace(self.peer.link_config, max_payload_bytes=min(most_bytes, MAX_PAYLOAD_BYTES))
+        board = Switchboard(self.peer.network, HANDOVER_PROTOCOL, self.peer.hello, links)
+        self._taking_over += 1
+        try:
+            asking = ask_one(board, predecessor.peer, question, CacheReply)
+            reply, payload = await asyncio.wait_for(asking, TAKE_OVER_S)
+            if reply.length > question.most:
+                raise ProtocolError(f"it has {reply.length} positions; {question.most} are known")
+            self.pipelines[0].check_copy(units, reply.length, kinds_of(reply))
+            copy = await asyncio.to_thread(unpack_copy, reply, payload)
+            log.info("session %s: takes over %d positions", trace_id(body.session).hex()[:8], copy.length)
+            return copy
+        except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
+            log.info("session %s: the text is computed again: %s", trace_id(body.session).hex()[:8], error)
+            return None
+        finally:
+            self._taking_over -= 1
+            await board.close()
+
+    async def _hand_over(self, _asker: Claimant, question: GetCache) -> Answer:
+        """Answer a hop that takes over a session, while this node drains."""
+        session, units = self._sessions.get(question.session), Span(question.start, question.end)
+        own = Span(0, 0) if session is None else Span(*units_of(session.opened))
+        if (
+            session is None
+            or not self.draining
+            or self._handed_over[question.session] >= MOST_HANDED_OVER
+            or not own.start <= units.start < units.end <= own.end
+            or (session.opened.mode, session.opened.adapter) != (Mode.RING, question.adapter)
+            or session.cursor.truncations != question.truncations
+        ):
+            return Answer(Error(ErrorCode.NO_SESSION))
+        self._handed_over[question.session] += 1
+        most = min(question.most, session.cursor.sure, session.computed)
+        copy = await self._replicas.of(session.key).copy_out(session.key, units, most)
+        if copy is None:
+            return Answer(Error(ErrorCode.NO_SESSION))
+        return Answer(*await asyncio.to_thread(pack_copy, copy))
 
     def _source_of(self, body: Open) -> StageSession | None:
         """Return the session whose first positions a new one shares; None if it is not here."""

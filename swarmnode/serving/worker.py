@@ -228,20 +228,20 @@ class Worker:
 
         self.call("open", make_room, owner=f"session {session}")
 
-    def fork(self, source: int, session: int, length: int) -> None:
-        """Begin the newly opened `session` with the first `length` positions of `source`, which were computed here. If they cannot
-        be copied, the session is closed, and its first input fails."""
+    def begin(self, session: int, copy: Callable[[], None]) -> None:
+        """Begin the newly opened `session` by `copy`, which runs on the compute thread and gives it positions that were computed
+        elsewhere. If it fails, the session is closed, and its first input fails."""
 
-        def copy() -> None:
+        def begin() -> None:
             try:
-                self.runner.fork(source, session, length)
+                copy()
             except Exception as error:
                 if is_device_fault(error):
                     raise
-                log.warning("session %d cannot begin as session %d does: %s", session, source, error)
+                log.warning("session %d cannot begin with a copy: %s", session, error)
                 self.runner.close(session)  # its first input then fails and reports it
 
-        self.call("fork", copy, owner=f"session {session}")
+        self.call("copy", begin, owner=f"session {session}")
 
     def extend(self, session: int, max_length: int) -> None:
         """Raise a session's number of positions to `max_length`. The caller has checked that they fit."""

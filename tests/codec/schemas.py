@@ -16,6 +16,7 @@ from msgspec import inspect as types
 
 from swarmnode.codec.audit_messages import BlockTiles, Crossing, MicrobatchRecord
 from swarmnode.codec.body import HopSpec
+from swarmnode.codec.handover_messages import CachePart
 from swarmnode.codec.measuring_messages import DraftCount, TraceStep
 from swarmnode.codec.messages import BODIES, AdapterTicket, Branch, StateEntry
 from swarmnode.codec.sampling import Grammar, Sampling
@@ -36,6 +37,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     **{body: kind.name.lower() for kind, body in BODIES.items() if body.__struct_fields__},
     HopSpec: "hop",
     Branch: "branch",
+    CachePart: "cache_part",
     AdapterTicket: "adapter_ticket",
     Sampling: "sampling",
     Grammar: "grammar",

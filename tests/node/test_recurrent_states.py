@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.metrics import table
+from swarmnode.serving import server
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import (
     generate_until_shunned,
@@ -139,3 +142,55 @@ async def test_texts_are_audited_and_receipted(served: Founded, tmp_path: Path) 
         await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
         await client.close()
         assert {credit.served for credit in credits(pair).values()} == {3 * (len(PROMPT) + TOKENS - 1)}
+
+
+def tokens_of(member: Any) -> int:
+    return sum(int(one.value) for one in member.node.readings() if one.metric is table.TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("hops", "harm", "drafts"),
+    [((0,), "", "off"), ((1,), "", "auto"), ((0, 1), "", "off"), ((1,), "NaN", "off"), ((0,), "kill", "off")],
+    ids=["first", "last", "both", "a cache with NaN", "the next one dies later"],
+)
+@in_virtual_time
+async def test_a_node_that_leaves_hands_its_states_over(
+    served: Founded,
+    hybrid: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hops: Sequence[int],
+    harm: str,
+    drafts: str,
+) -> None:
+    """The node that takes its place computes few positions again and is paid for no more. Without a cache that fits, or without its
+    journal for another node, it gets the text."""
+    prompt, route = (LONG * 8)[:300], list[str]()
+    monkeypatch.setattr(
+        server, "takes_over", lambda *_, **__: True
+    )  # the text of a tiny model is smaller than its cache
+    if harm == "NaN":
+        pack = server.pack_copy
+        monkeypatch.setattr(
+            server, "pack_copy", lambda copy: pack(replace(copy, parts={key: x * nan for key, x in copy.parts.items()}))
+        )
+    async with two_by_two(served, tmp_path) as (swarm, _, client):
+        stream = await client.stream(prompt, max_new_tokens=TOKENS, drafts=drafts)
+        async for _ in stream:
+            if len(stream.result.ids) == 9:
+                route = [hop.peer for hop in stream.result.route]
+                for hop in hops:
+                    swarm.member(route[hop]).leave()
+            if len(stream.result.ids) == 30 and harm == "kill":
+                await swarm.member(route[1]).kill()
+        assert stream.result.ids == hybrid.alone(prompt, TOKENS)
+        others = {
+            name: tokens_of(member)
+            for name, member in swarm.members.items()
+            if not member.over and member.peer not in route and tokens_of(member)
+        }
+        assert (max(others.values()) > 300) == bool(harm), "of a text of which 300 positions came before"
+        await client.close()
+        if drafts == "off" and harm != "kill":
+            told = credits(swarm)
+            assert {name: told[name].served for name in others} == {name: 3 * count for name, count in others.items()}

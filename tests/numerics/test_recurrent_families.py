@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from swarmnode.codec.tensors import payload_bytes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import check_trains_at_layers, family_of
 from swarmnode.compute.model.gguf.repack import FolderPack
@@ -23,6 +24,7 @@ from swarmnode.compute.packing.recipes import RECIPES
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.serving.session.opening import kinds_of, pack_copy, unpack_copy
 from tests.numerics.families import COMMON, RECURRENT, tiny_config
 
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
@@ -116,6 +118,69 @@ def test_spans_with_states_equal_the_whole(family: tuple[Any, Checkpoint]) -> No
     logits = torch.cat(found, 1)
     assert_same(logits[:1], expected[:, :10])
     assert_same(logits[1:, 4:], model(ids[1:, 4:10], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kv", ["plain", "int8"])
+@torch.inference_mode()
+def test_a_copy_of_a_session_goes_on_elsewhere(family: tuple[Any, Checkpoint], kv: str) -> None:
+    """As bytes, in a second pool of the same layers: the same text. A copy that is not all that the layers keep is refused with
+    the name of a layer."""
+    model, checkpoint = family
+    ids = torch.randint(2, 97, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    spans = [load_span(checkpoint, 0, 3), load_span(checkpoint, 3, 6)]
+    first, *runners = [StageRunner(span, RunnerConfig(1 << 26, kv=kv)) for span in (spans[0], spans[1], spans[1])]
+    for runner in (first, *runners):
+        runner.open("text", rows=1, max_length=64)
+    layers = spans[1].layers_of(3, 6)
+    for start, end in ((0, 9), (9, 10), (10, 13)):
+        hidden = first.run([StepInput("text", ids[:, start:end], WANT_ALL)])[0].output
+        runners[0].run([StepInput("text", hidden, WANT_ALL)])
+        if end == 10:
+            runners[0].pool.copy_out("text", 64, range(0))  # a snapshot
+    pools = [runner.pool for runner in runners]
+    copy = pools[0].copy_out("text", 12, layers)
+    assert copy is not None and 10 <= copy.length <= 12  # single steps of some families have snapshots of their own
+    reply, payload = pack_copy(copy)
+    assert sum(map(len, payload)) <= pools[0].copy_bytes(layers, copy.length)
+    whole = b"".join(payload)
+    pools[1].check_copy(layers, copy.length, kinds_of(reply))
+    pools[1].copy_in("text", unpack_copy(reply, whole))
+    again = StageRunner(spans[0], RunnerConfig(1 << 26, kv=kv))
+    again.open("text", rows=1, max_length=64)
+    rest = again.run([StepInput("text", ids, WANT_ALL)])[0].output[:, copy.length :]
+    found = torch.cat(
+        [runners[1].run([StepInput("text", rest[:, at : at + 1], WANT_ALL)])[0].output for at in range(3)], 1
+    )
+    expected = model(ids, use_cache=False).logits[:, copy.length : copy.length + 3]
+    if kv == "plain":
+        assert_same(found, expected)
+    with pytest.raises(ProtocolError, match=r"can(not)? be cut down"):
+        runners[1].truncate("text", copy.length - 1)
+
+    kinds = kinds_of(reply)
+    for key, (shape, dtype) in kinds.items():
+        wrong = [
+            (shape, torch.float16),
+            ((2, *shape[1:]), dtype),
+            ((*shape[:-1], shape[-1] + 1), dtype),
+            (shape[1:], dtype),
+            ((), dtype),
+        ]
+        variants = [{**kinds, key: one} for one in wrong] + [{one: kinds[one] for one in kinds if one != key}]
+        for strange in ((key[0], ("other", 0)), (key[0], (key[1][0], 9))):
+            variants.append({**kinds, strange: kinds[key]})
+        for variant in variants:
+            with pytest.raises(ProtocolError, match=f"layer {key[0]}"):
+                pools[1].check_copy(layers, copy.length, variant)
+    if any(kind == "kv" for _, (kind, _) in kinds):
+        with pytest.raises(ProtocolError, match="keys and values"):
+            pools[1].check_copy(layers, copy.length + 30, kinds)
+    with pytest.raises(ProtocolError):
+        unpack_copy(reply, whole[:-1])
+    part = next(one for one in reply.parts if one.tensor.dtype == 0)
+    ahead = sum(payload_bytes(one.tensor) for one in reply.parts[: reply.parts.index(part)])
+    with pytest.raises(ProtocolError, match=f"layer {part.layer}"):
+        unpack_copy(reply, whole[:ahead] + b"\x00\x00\xc0\x7f" + whole[ahead + 4 :])
 
 
 @torch.inference_mode()

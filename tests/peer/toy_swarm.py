@@ -10,7 +10,7 @@ import asyncio
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +91,7 @@ class ToyWorker:
                 width=1,
                 vocab_size=MODULUS,
                 position_limit=None,
+                family=SimpleNamespace(keeps_states=False),
             ),
             pool=SimpleNamespace(
                 budget=CacheBudget(cache_bytes),
@@ -98,6 +99,7 @@ class ToyWorker:
                 positions_in=lambda free_bytes: free_bytes // max(1, end - start),
             ),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
+            fork=self.fork,
         )
         self.scheduler = SimpleNamespace(cost=PassCost())
         self.meter = StageMeter(Span(start, end), SERVE)
@@ -115,6 +117,9 @@ class ToyWorker:
 
     def extend(self, key: int, max_length: int) -> None:
         pass
+
+    def begin(self, _key: int, copy: Callable[[], None]) -> None:
+        copy()
 
     def fork(self, source: int, key: int, length: int) -> None:
         (first_unit, sums), held = self.caches[source], self.held[source]

@@ -22,6 +22,7 @@ with lean():
     from huggingface_hub.errors import StrictDataclassError
     from transformers.cache_utils import Cache
     from transformers.initialization import no_init_weights
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -67,6 +68,7 @@ class ModelTrace:
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
     state_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # per layer, the shape of each state of one row
     calls: Calls | None  # of layers that hand each other more than hidden states, or keep caches that are not known here
+    state_keys: tuple[tuple[StateKey, ...], ...]  # ... and which states these are
 
 
 ONE_AT_A_TIME = threading.RLock()  # building a model sets switches of transformers that the whole process shares
@@ -138,6 +140,7 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     model = build_on_meta(model_class, config)
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.config._attn_implementation = TRACED
+    model.config._experts_implementation = TRACED
     stack_name = _find_stack(model, config.num_hidden_layers)
     layers = list(model.get_submodule(stack_name))
     recorder = _Recorder(has_mask)
@@ -147,7 +150,8 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     model.set_submodule(stack_name, stack)
     front, back = _run(model, stack, stack_name, recorder)
     names = {id(module): name for name, module in model.named_modules()}
-    shapes, states = zip(*(recorder.kept.get(number, ((), ())) for number in range(len(layers))), strict=True)
+    kept = (recorder.kept.get(number, ((), (), ())) for number in range(len(layers)))
+    shapes, states, keys = zip(*kept, strict=True)
     _check_layers(model_class, config, shapes, states)
     narrows = True  # unless the modules behind the layers need all positions: some restore the shape of the input
     try:
@@ -166,6 +170,7 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
         cache_shapes=shapes,
         state_shapes=states,
         calls=None,
+        state_keys=keys,
     )
 
 
@@ -257,6 +262,9 @@ def _traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *a
 
 
 ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)
+ALL_EXPERTS_FUNCTIONS.register(
+    TRACED, lambda _module, hidden, *_, **__: torch.empty_like(hidden)
+)  # states may follow them
 ALL_MASK_ATTENTION_FUNCTIONS.register(TRACED, sdpa_mask)
 
 
@@ -435,18 +443,18 @@ class _Recorder(StateCache, Cache):
         self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
         self.tuple_length = 0
-        self.kept: dict[int, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # by layer; see `kept_by`
-        self.seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+        self.kept: dict[int, tuple[tuple[Any, ...], ...]] = {}  # by layer; see `kept_by`
+        self.seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
 
-    def kept_by(self, layer: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return what a layer that ran keeps: (heads, dim) of its tensors per token, and the shapes of one row's states."""
-        states = [(*state.shape[1:],) for (of, _), state in self.states.changed.items() if of == layer]
-        return (*self.shapes.get(layer, ()), *self.shapes.get(~layer, ())), (*states,)
+    def kept_by(self, layer: int) -> tuple[tuple[Any, ...], ...]:
+        """Return what a layer that ran keeps: (heads, dim) of its tensors per token, the shapes of one row's states, their keys."""
+        states = {key: (*state.shape[1:],) for (of, key), state in self.states.changed.items() if of == layer}
+        return (*self.shapes.get(layer, ()), *self.shapes.get(~layer, ())), (*states.values(),), (*states,)
 
 
 class _Probe(nn.Module):

@@ -11,7 +11,7 @@ dissolved into its sessions, which always fit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.model.traced_model import LayerState
 from swarmnode.compute.serving.cohort import (
     LONGEST_SHARED,
     MAX_LAG,
@@ -31,7 +32,7 @@ from swarmnode.compute.serving.cohort import (
     regroup,
     sliding_layers,
 )
-from swarmnode.compute.serving.states import KEPT_INPUTS, StateHistory
+from swarmnode.compute.serving.states import KEPT_INPUTS, KV, SessionCopy, StateHistory
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger
@@ -42,6 +43,10 @@ MAX_PADDING = 0.25  # of all columns of a cohort
 ANY_LENGTH = 1 << 20  # positions of a session whose memory does not grow with them
 ID_BYTES = 8  # of a token
 ROW_SIZES = 4096  # remembered results
+
+TensorKind = tuple[tuple[int, ...], torch.dtype | None]
+"""Shape and dtype of a tensor"""
+NO_TENSOR: TensorKind = ((0, 0, 0, 0), None)
 
 SessionId = TypeVar("SessionId", bound=Hashable)
 
@@ -246,6 +251,87 @@ class CachePool:
             if is_guessed:
                 history.drop_newest_if_near(session.length)
             history.add(session.length, lambda: cohort.states.copy_rows(session.row_slice))
+
+    def copy_out(self, session_id: Hashable, most: int, layers: range) -> SessionCopy | None:
+        """Return a copy of what a session keeps of `layers` at its newest position up to `most` that is whole: if it has recurrent
+        states, one with a snapshot. None if there is none, or the session is unknown."""
+        session = self.sessions.get(session_id)
+        if session is None or session.cohort is None or session.lost:
+            return None
+        history = session.history
+        if session.length <= most:
+            self.take_snapshot(session)
+        length = min(most, session.length) if history is None else history.base(most)
+        if not max(1, session.floor) <= length:
+            return None
+        kept = [] if history is None else [each.states for each in history.snapshots if each.length == length]
+        parts = {key: state for states in kept for key, state in states.items() if key[0] in layers}
+        for layer, buffers in session.cohort.buffers.items():
+            held = session.cohort.held(session, layer)
+            columns = slice(held.start, held.stop - (session.length - length))
+            for index, buffer in enumerate(buffers if layer in layers else ()):
+                parts[layer, (KV, index)] = buffer[session.row_slice, :, columns].clone()
+        return SessionCopy(length, parts)
+
+    def copy_bytes(self, layers: range, length: int) -> int:
+        """Return the most bytes of a copy of one row with `length` positions of `layers`."""
+        family, size = self.span.family, self.span.dtype.itemsize
+        held = {layer: min(length, w.columns) if (w := self.windows.get(layer)) else length for layer in layers}
+        return sum(
+            family.layer_state_bytes(layer, size) + held[layer] * family.layer_cache_bytes(layer, size, self.kv)
+            for layer in layers
+        )
+
+    def check_copy(self, layers: range, length: int, parts: Mapping[LayerState, TensorKind]) -> None:
+        """Raise ProtocolError, with the name of a layer and its part, unless `parts` are all that one row keeps of `layers` after
+        `length` positions here."""
+        states_of, family = {torch.float32, self.span.dtype}, self.span.family
+        due: set[LayerState] = set()
+        for layer in layers:
+            window, places = self.windows.get(layer), family.cache_shapes[layer]
+            forms = [(self.span.dtype, dim) for _, dim in places]
+            if self.kv != PLAIN:
+                places = tuple(place for place in places for _ in range(2))
+                forms = [form for _, dim in forms for form in ((torch.int8, dim), (torch.bfloat16, 1))]
+            for index, ((heads, _), (dtype, dim)) in enumerate(zip(places, forms, strict=True)):
+                least = length if window is None else min(length, window.size - 1)
+                due.add(key := (layer, (KV, index)))
+                shape, of = parts.get(key, NO_TENSOR)
+                if (*shape[:2], *shape[3:]) != (1, heads, dim) or not least <= shape[2] <= length or of != dtype:
+                    raise ProtocolError(
+                        f"layer {layer}: keys and values {index} are {of} {shape} at {length} positions"
+                    )
+            for state_key, form in zip(family.state_keys[layer], family.state_shapes[layer], strict=True):
+                due.add(key := (layer, state_key))
+                shape, of = parts.get(key, NO_TENSOR)
+                if shape != (1, *form) or of not in states_of:
+                    raise ProtocolError(
+                        f"layer {layer}: the {state_key[0]} state is {of} {shape}, and not {(1, *form)}"
+                    )
+        if unknown := parts.keys() - due:
+            layer, (kind, index) = min(unknown)
+            raise ProtocolError(f"layer {layer} keeps no {kind} state {index} here")
+
+    def copy_in(self, session_id: Hashable, copy: SessionCopy) -> None:
+        """Let an empty session begin with a copy that `check_copy` has accepted. Raises OutOfCache if there is no room."""
+        session, length = self.sessions[session_id], copy.length
+        capacity = min(session.max_length, length + max(GROW_COLUMNS, length // 4))
+        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
+        session.length = session.floor = length
+        cohort = session.cohort = Cohort([session], capacity, self.span.device, self.windows, self.store)
+        for layer in {layer for layer, (kind, _) in copy.parts if kind == KV}:
+            columns, end, buffers = cohort.columns_in(layer), length - cohort.first_kept(layer), []
+            for index in range(sum(key[0] == layer and key[1][0] == KV for key in copy.parts)):
+                part = copy.parts[layer, (KV, index)].to(self.span.device)[:, :, -end:]
+                buffers.append(part.new_zeros(*part.shape[:2], columns, part.shape[3]))
+                buffers[-1][:, :, end - part.shape[2] : end] = part
+            cohort.buffers[layer] = tuple(buffers)
+        states = {key: part for key, part in copy.parts.items() if key[1][0] != KV}
+        cohort.states.committed = {key: part.to(self.span.device, copy=True) for key, part in states.items()}
+        if session.history is not None:
+            session.history.first_input = length
+        self.take_snapshot(session)
+        cohort.refresh_rows()
 
     def reachable(self, session_id: Hashable, held: int, length: int) -> int:
         """Return the greatest length up to `length` to which a session of at most `held` positions can surely be cut; 0 if it must

@@ -17,6 +17,7 @@ from torch import Tensor
 from swarmnode.compute.model.traced_model import States
 
 KEPT_INPUTS = 256  # positions whose inputs a session keeps at most
+KV = "kv"  # kind of a part that attention keeps, beside the kinds of states
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Snapshot:
 
     length: int
     states: States
+
+
+@dataclass(frozen=True)
+class SessionCopy:
+    """All that some layers keep of a session after its first `length` positions: recurrent states, and under KV the buffers of
+    attention, each (rows, heads, columns, X), which end at position `length`."""
+
+    length: int
+    parts: States
 
 
 class StateHistory:

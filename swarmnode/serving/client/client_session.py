@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from swarmnode import tolerances
 from swarmnode.codec.body import MAX_DRAFTS, MAX_LINK_CODECS, SESSION_ID_BYTES, Body, HopSpec
 from swarmnode.codec.frames import Frame
+from swarmnode.codec.handover_messages import MAX_LEAVING, TookOver
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
     Attach,
@@ -179,6 +180,12 @@ class ClientSession:
         self._mending: asyncio.Task[None] | None = None
         self._complete = False  # whether the last output has come: then no fault is mended any more
         self._tainted = False  # whether a hop may hold positions that no honest peer made
+        self._leaving: dict[
+            PeerId, HopSpec
+        ] = {}  # hops that still have the session's cache, for those that take their place
+        self._left_in = 0  # epoch of the last of them
+        self._may_take_over: frozenset[HopSpec] = frozenset()  # hops that may have asked one of them
+        self.was_taken_over = False  # whether a hop has positions that it did not compute, and cannot account for
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
         self._faults: asyncio.Queue[tuple[int, PeerError]] = asyncio.Queue()
         self._codecs = ReportedCodecs(self.spec.codec, self.spec.codecs)
@@ -300,6 +307,10 @@ class ClientSession:
             self._timing.learn(body)
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
             self._codecs.record(body, self.route, self.spec.max_length)
+        elif isinstance(body, TookOver) and body.index < len(self.route):
+            if (hop := self.route[body.index]) in self._may_take_over:
+                self.was_taken_over = True
+                self._served.record_taken_over(self.id, hop, self.spec.rows * body.length)
         elif isinstance(body, Fault) and body.epoch == self.epoch and body.index < len(self.route):
             self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
@@ -326,6 +337,8 @@ class ClientSession:
         now_s = self.clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
         self._last_progress_s = now_s
+        if self.epoch > self._left_in:
+            self._leaving.clear()
         for peer, code in self._blame.progress(self.route):
             self.router.suspect(peer, code.name)
         self._served.record_computed(self.id, self.route, self.spec.rows * position)
@@ -404,6 +417,10 @@ class ClientSession:
             self._tainted = False
             self.id = secrets.token_bytes(SESSION_ID_BYTES)
             self.trace_id = trace_id(self.id)
+        if code == ErrorCode.DRAINING and self.spec.mode == Mode.RING:
+            self._leaving[hop.peer], self._left_in = hop, self.epoch
+        else:  # whatever failed: the text is sent again
+            self._leaving.clear()
         self.stats.faults.append((hop.peer, code.name))
         self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
         suspects = error.suspects if isinstance(error, HopFault) else ()
@@ -481,6 +498,10 @@ class ClientSession:
         self.epoch, self.received_end = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
+        leaving = tuple(self._leaving.values())[-MAX_LEAVING:]
+        self._may_take_over |= {
+            hop for hop in self.route for left in leaving if left.start <= hop.start < hop.end <= left.end
+        }
         is_guessed = spec.proposer and spec.mode == Mode.RING
         drafts = min(self.router.drafts(self.route), MAX_DRAFTS) if is_guessed else 0
         opened = Open(
@@ -502,6 +523,7 @@ class ClientSession:
             branch=branch,
             drafts=drafts,
             proposer=spec.proposer if drafts else "",
+            leaving=leaving,
         )
         if spec.adapter:
             opened = await self.with_adapter(opened)

@@ -316,7 +316,8 @@ class RingStream:
                 if self.options.logprobs is not None:
                     self.result.logprobs.append(unpack_logprobs(received.payload))
                 yield received.output.ids[0]
-            is_audited = not self._began_elsewhere and self.audit(self.session, self.text)
+            is_whole = not self._began_elsewhere and not self.session.was_taken_over
+            is_audited = is_whole and self.audit(self.session, self.text)
             self.result.whole = final and len(self.result.ids) < self.options.max_new_tokens
             ending = "done"
         except (GeneratorExit, asyncio.CancelledError):

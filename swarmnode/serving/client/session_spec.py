@@ -40,6 +40,10 @@ class ServedWork:
         for them."""
         self._copied = {(session, hop): tokens for hop in route}
 
+    def record_taken_over(self, session: bytes, hop: HopSpec, tokens: int) -> None:
+        """Record that `hop` has the first `tokens` tokens of `session` from the hop that it replaces, which has the credit."""
+        self._copied[session, hop] = tokens
+
     def record_computed(self, session: bytes, route: Route, tokens: int) -> None:
         """Record that an output shows that the hops of `route` have computed `tokens` tokens, counted over all rows."""
         for hop in route:

@@ -9,12 +9,21 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 
+import torch
+
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
+from swarmnode.codec.handover_messages import CachePart, CacheReply
 from swarmnode.codec.messages import LOOKUP, Attach, Error, Input, Mode, Open, Want
 from swarmnode.codec.sampling import ID_BYTES, LOGPROB_BYTES, Sampling, unpack_text
-from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
+from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, DType
+from swarmnode.compress.codecs import TORCH_DTYPE, decode_values, encode_values
+from swarmnode.compute.model.traced_model import LayerState, States
+from swarmnode.compute.serving.cache import TensorKind
+from swarmnode.compute.serving.grammar import GrammarMatcher
+from swarmnode.compute.serving.sampler import Sampler
+from swarmnode.compute.serving.states import SessionCopy
 from swarmnode.config import ServerConfig
-from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.links.hop import ENTRY_BYTES
 from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -111,6 +120,24 @@ def draws_by_grammar(opened: Open) -> bool:
     return is_last(opened) and opened.sampling is not None and opened.sampling.grammar is not None
 
 
+def sampler_of(opened: Open, grammar: GrammarMatcher | None = None) -> Sampler | None:
+    """Return the sampler of a session at the receiver of an OPEN; None unless the receiver draws the tokens."""
+    if not is_last(opened) or opened.sampling is None:
+        return None
+    return Sampler(opened.sampling, opened.max_length, grammar, foresees=opened.drafts)
+
+
+def first_drawn(opened: Open) -> int:
+    """Return the first position whose token is drawn in the epoch of an OPEN."""
+    return max(opened.known, 0 if opened.sampling is None else opened.sampling.prompt_length)
+
+
+def inputs_end(opened: Open) -> int:
+    """Return the position after the last one whose input leads to a token, in RING mode."""
+    assert opened.sampling is not None
+    return min(opened.max_length, opened.sampling.prompt_length + opened.sampling.max_new_tokens - 1)
+
+
 def is_for(opened: Open, own: PeerId, sender: PeerId) -> bool:
     """Return whether an OPEN is valid for the peer `own`, coming from `sender`.
 
@@ -162,6 +189,37 @@ def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_siz
         return ErrorCode.MALFORMED
     too_many = start + shape[1] > opened.max_length or (body.want == Want.ALL and shape[1] > MAX_WANTED_POSITIONS)
     return ErrorCode.TOO_LARGE if too_many else None
+
+
+def pack_copy(copy: SessionCopy) -> tuple[CacheReply, list[Buffer]]:
+    """Return a copy of a session as an answer to GET_CACHE, and its payload. 8-bit integers travel as UINT8."""
+    tensors = {key: part.view(torch.uint8) if part.dtype == torch.int8 else part for key, part in copy.parts.items()}
+    infos, payload = encode_values([part.contiguous() for part in tensors.values()])
+    parts = [CachePart(layer, *key, info) for (layer, key), info in zip(tensors, infos, strict=True)]
+    return CacheReply(copy.length, tuple(parts)), payload
+
+
+def kinds_of(reply: CacheReply) -> dict[LayerState, TensorKind]:
+    """Return the shapes and dtypes of the parts of a session's copy. Raises ProtocolError for a dtype that does not exist, or a
+    compressed part."""
+    if any(part.tensor.codec != Codec.NONE or part.tensor.dtype not in TORCH_DTYPE for part in reply.parts):
+        raise ProtocolError("a part of a cache is compressed, or has an unknown dtype")
+    dtypes = {**TORCH_DTYPE, int(DType.UINT8): torch.int8}
+    return {(one.layer, (one.kind, one.index)): (one.tensor.shape, dtypes[one.tensor.dtype]) for one in reply.parts}
+
+
+def unpack_copy(reply: CacheReply, payload: Buffer) -> SessionCopy:
+    """Return the copy in an answer to GET_CACHE. Raises ProtocolError, with the name of the layer, if a number is not finite, or
+    the payload is not as long as the parts."""
+    tensors = decode_values([part.tensor for part in reply.parts], payload, "cpu")
+    parts: States = {}
+    for told, tensor in zip(reply.parts, tensors, strict=True):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ProtocolError(
+                f"layer {told.layer}: the {told.kind} part has NaN or infinity", code=ErrorCode.NOT_FINITE
+            )
+        parts[told.layer, (told.kind, told.index)] = tensor.view(torch.int8) if tensor.dtype == torch.uint8 else tensor
+    return SessionCopy(reply.length, parts)
 
 
 def check_sampling(opened: Open, payload: Buffer, vocabulary: int) -> ErrorCode | None:

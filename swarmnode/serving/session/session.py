@@ -1,10 +1,7 @@
 """A session at one hop of its route: positions come in from upstream, are computed, and go on to the next hop.
 
-States:
-
-    bound      an upstream channel of the current epoch brings inputs
-    orphaned   upstream is gone; the cache is kept for a while, until a newer epoch binds it again
-    freed      ended in order, given up, or orphaned for too long
+It is bound while an upstream channel of the current epoch brings inputs, and orphaned for a while after that channel is gone, until
+a newer epoch binds it again. It is freed if it ends in order, is given up, or is orphaned for too long.
 
 At the last hop results go to the subscribers. At the first hop in RING mode they come back as the next input.
 """
@@ -21,6 +18,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.body import EPOCH_TURNS, Body
 from swarmnode.codec.frames import Frame
+from swarmnode.codec.handover_messages import TookOver
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
     ANY_DRAFTS,
@@ -42,9 +40,8 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.grammar import GrammarMatcher
-from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
-from swarmnode.links.hop import Hop, until
+from swarmnode.links.hop import Hop, JournalGap, until
 from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
@@ -53,7 +50,15 @@ from swarmnode.peer.paths import Timing
 from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, Retractions
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import SessionCodecs
-from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
+from swarmnode.serving.session.opening import (
+    check_input,
+    first_drawn,
+    inputs_end,
+    is_last,
+    sampler_of,
+    text_of,
+    units_of,
+)
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
 from swarmnode.serving.session.session_streams import (
     InputCursor,
@@ -82,7 +87,7 @@ class StageSession:
         self.trace_id = trace_id(self.opened.session)
         self.cursor = InputCursor(self.opened.known)
         self._codecs = SessionCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
-        self._sampler = self._new_sampler(grammar)
+        self._sampler = sampler_of(self.opened, grammar)
         self.moved_s = asyncio.get_running_loop().time()  # time of the last OPEN or input
         self._upstream: Channel | None = None
         self._downstream = Hop(self.host.switchboard, self._from_downstream, self._downstream_failed)
@@ -106,8 +111,7 @@ class StageSession:
 
     def __repr__(self) -> str:
         state = "freed" if self._freed else "orphaned" if self._orphaned else "bound"
-        hop = f"epoch {self.epoch} hop {self.opened.index}"
-        return f"<StageSession {self.trace_id.hex()[:8]} {hop} {state} {self.cursor!r}>"
+        return f"<StageSession {self.trace_id.hex()[:8]} at hop {self.opened.index} {state} {self.cursor!r}>"
 
     @property
     def id(self) -> bytes:
@@ -122,12 +126,6 @@ class StageSession:
     def _new_timing(self) -> Timing:
         opened, latency = self.opened, self.host.peer.observed_latency
         return Timing(opened.route, opened.index, latency, self.pipeline.clock, ring=opened.mode == Mode.RING)
-
-    def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
-        opened = self.opened
-        if not is_last(opened) or opened.sampling is None:
-            return None
-        return Sampler(opened.sampling, opened.max_length, grammar, foresees=opened.drafts)
 
     @property
     def _feeds_itself(self) -> bool:
@@ -147,14 +145,27 @@ class StageSession:
         """
         length = min(length, source.cursor.sure)
         length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
-        length = reach(length)
+        self._begin_at(length := reach(length))
+        if self.lead is not None and source.lead is not None:
+            self.lead.share(source.lead, length)
+        return length
+
+    def take_over(self, length: int) -> None:
+        """Begin with the first `length` positions, whose cache comes from a hop that leaves. Called before any input."""
+        self.cursor.truncations = 0 if self.opened.truncate is None else self.opened.truncate.number
+        self._downstream.begin_at(length, self.cursor.truncations)
+        self._begin_at(length)
+
+    def _begin_at(self, length: int) -> None:
         self.computed, _ = length, self.cursor.advance(length)
-        self.transcript.end()
+        self.transcript.end()  # a text that was computed in several places is not audited here
         if self.opened.index == 0:
             self.lead = self._new_lead(begin=length)
-            if self.lead is not None and source.lead is not None:
-                self.lead.share(source.lead, length)
-        return length
+
+    def must_begin_anew(self, opened: Open) -> bool:
+        """Return whether the next hop of `opened` is new and will need positions that are not in the journal."""
+        after = opened.route[opened.index + 1 :]
+        return bool(after) and not opened.leaving and self._downstream.lacks_for(after[0].peer)
 
     def _new_lead(self, *, begin: int) -> DraftLead | None:
         """Return the guesses of this session, which knows the text from position `begin` on; None if it shall not guess."""
@@ -175,13 +186,12 @@ class StageSession:
     # -- a new epoch
 
     def rebind(self, channel: Channel, opened: Open, text: Buffer = b"") -> None:
-        """Take inputs from `channel` from now on, and bind the rest of the route for the new epoch. `text` came with
-        the OPEN."""
+        """Take inputs from `channel` from now on, and bind the rest of the route. `text` came with the OPEN."""
         former, self.opened = self.opened, opened
         if self.retained or text_of(opened) != text_of(former):
             self._answers = False
         if opened.sampling != former.sampling:  # another text
-            self._sampler = self._new_sampler()
+            self._sampler = sampler_of(opened)
             self._output_stream.forget()
         self.retained = False
         if self._upstream is not None:
@@ -203,6 +213,8 @@ class StageSession:
         self._timing = self._new_timing()
         channel.on_frame, channel.on_lost = self._from_upstream, self._upstream_lost
         channel.send(Ready(have=accepted))
+        if self._downstream.begin:
+            self._tell_client(TookOver(opened.index, self._downstream.begin))
         self._log.info("session %s: epoch %d begins at position %d", self.trace_id.hex()[:8], self.epoch, accepted)
         self._output_stream.close()
         self._ring.unbind()
@@ -250,7 +262,9 @@ class StageSession:
             await self._downstream.open(peer, forwarded, text)
             self._extended = opened
         except (PeerError, NetworkDown) as error:
-            if opened is self.opened:
+            if opened is self.opened and isinstance(error, JournalGap):
+                self.give_up(ErrorCode.NO_SESSION)  # the hop before sends all of it again
+            elif opened is self.opened:
                 self._fault(opened.index + 1, error)
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
@@ -263,15 +277,15 @@ class StageSession:
             if code is None:
                 end = frame.seq + body.tensor.shape[1]
                 skip = self.cursor.accepted - frame.seq
-                if skip >= body.tensor.shape[1] or (self.lead is not None and frame.seq >= self._first_drawn):
+                if skip >= body.tensor.shape[1] or (self.lead is not None and frame.seq >= first_drawn(self.opened)):
                     return  # tokens drawn in this epoch come round the ring
                 want = Want(body.want) if end >= self.cursor.received_end else Want.NOTHING
                 if self.lead is not None and (ids := ids_in(body.tensor, frame.payload)) is not None:
                     self.lead.know(ids[skip:])
                 else:
                     self._end_lead()  # the worker refuses the input
-                reorder = body.reorder if not skip else ()
-                self._submit(end, ((body.tensor, frame.payload),), want, reorder, skip, guessed=body.guessed)
+                order = body.reorder if not skip else ()
+                self._submit(end, ((body.tensor, frame.payload),), want, order, skip, guessed=body.guessed)
                 self._feed_what_waits()
             else:
                 self._refuse(code)
@@ -363,9 +377,8 @@ class StageSession:
         if self.lead is not None:
             # Compare the guess in flight at `position`, if there is one, with the token that was drawn for it.
             self.lead.record_token(position)
-            if (
-                max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
-            ):  # else an input of them fails here
+            # Larger ids as an input would fail here.
+            if max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size:
                 self.lead.foresee(position + 1, output.forced, output.guesses)
             if output.final:
                 self.lead.pause()
@@ -401,7 +414,7 @@ class StageSession:
         """Submit the tokens that wait, and guesses behind them."""
         next_ids = self.cursor.next_ids()
         lead.know(next_ids)
-        guesses = lead.propose(self._last_input) if self._may_guess(len(next_ids)) else []
+        guesses = lead.propose(inputs_end(self.opened)) if self._may_guess(len(next_ids)) else []
         ids = [guess.id for guess in guesses]
         start, end = self.cursor.accepted, self.cursor.accepted + len(next_ids) + len(guesses)
         if start == end:
@@ -417,19 +430,6 @@ class StageSession:
         still on its way here."""
         return self.cursor.sure + submitted >= self.opened.known and not self.cursor.waits
 
-    @property
-    def _first_drawn(self) -> int:
-        """First position whose token is drawn in this epoch."""
-        sampling = self.opened.sampling
-        return max(self.opened.known, 0 if sampling is None else sampling.prompt_length)
-
-    @property
-    def _last_input(self) -> int:
-        """Position after the last one whose input leads to a token."""
-        sampling = self.opened.sampling
-        assert sampling is not None  # in RING mode
-        return min(self.opened.max_length, sampling.prompt_length + sampling.max_new_tokens - 1)
-
     def _send_drafts(self, start: int, drafts: Drafts) -> None:
         """Tell the last hop the guesses from position `start` on, straight, so that no other hop sees them."""
         ring = self._ring.channel
@@ -439,8 +439,7 @@ class StageSession:
             ring.send(drafts, seq=start, at_once=True)
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
-        """Send on the result of a job. A step computed alone leaves at once; all other work is left to a later turn of
-        the loop."""
+        """Send on the result of a job: a step computed alone at once, other work in a later turn of the loop."""
         if self._freed:
             return
         if job.turn < self.opened.epoch * EPOCH_TURNS:  # what counts of an earlier epoch are no guesses
@@ -502,7 +501,7 @@ class StageSession:
 
     def attach(self, channel: Channel, start: int) -> None:
         """Send the outputs from position `start` on to a channel, present and future ones."""
-        channel.on_frame = lambda frame, body: self._from_subscriber(channel, frame, body)
+        channel.on_frame = partial(self._from_subscriber, channel)
         channel.on_lost = lambda _error: self._output_stream.detach(channel)
         self._output_stream.attach(channel, start)
 
@@ -525,7 +524,7 @@ class StageSession:
             self._timing.record_report(frame.seq, body, self._downstream.rtt_s)
         elif isinstance(body, Fault) and body.index < self.opened.index:  # of hops that its sender cannot judge
             self._send_fault(self.opened.index + 1, ErrorCode.MALFORMED)
-        elif isinstance(body, LinkCodec) or (isinstance(body, Fault) and body.epoch == self.epoch):
+        elif isinstance(body, LinkCodec | TookOver) or (isinstance(body, Fault) and body.epoch == self.epoch):
             self._tell_client(body)
 
     def _downstream_failed(self, error: PeerError) -> None:
@@ -540,32 +539,31 @@ class StageSession:
         """Report to the client that hop `index` failed, with this hop's signature, and return the report."""
         self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
         self.host.meter.faults[code] += 1
-        fault = Fault(self.epoch, index, code, retry_s)
-        fault = replace(fault, signature=self.host.peer.sign(fault.statement(self.id)))
+        bare = Fault(self.epoch, index, code, retry_s)
+        fault = replace(bare, signature=self.host.peer.sign(bare.statement(self.id)))
         self._tell_client(fault)
         return fault
 
-    def _tell_client(self, body: Fault | LinkCodec) -> None:
+    def _tell_client(self, body: Fault | LinkCodec | TookOver) -> None:
         """Send `body` to the client, along the hops before this one; does nothing while the upstream is closed."""
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(body)
 
     def _crashed(self, _error: BaseException) -> None:
-        """End the session after an unexpected, logged crash of a task: the client shall use another peer instead of
-        waiting."""
+        """End the session after an unexpected, logged crash of a task, so that the client uses another peer."""
         self.give_up(ErrorCode.INTERNAL)
 
     def give_up(self, code: ErrorCode, *, retry_s: float = 0.0) -> None:
-        """End the session here and report `code` to the client, so that it can use another peer at once, or try again."""
+        """End the session here and report `code` to the client, which uses another peer at once, or tries again."""
         self._send_fault(self.opened.index, code, retry_s)
         self.free()
 
     def drain(self) -> None:
-        """Tell the client that this node leaves. The session goes on here until it has moved. An orphaned session is
-        freed."""
+        """Tell the client that this node leaves. The session goes on here until it has moved; an orphaned one is freed."""
         if self.orphaned:
             self.free()
         else:
+            self.pipeline.snapshot(self.key)  # the hop that takes its place computes few positions again
             self._send_fault(self.opened.index, ErrorCode.DRAINING)
 
     def _upstream_lost(self, error: PeerError) -> None:
@@ -578,8 +576,7 @@ class StageSession:
         return self._orphaned is not None
 
     def free(self) -> None:
-        """End the session here: free its memory and close its links to the hops before and after. Calling it again changes
-        nothing."""
+        """End the session here: free its memory, close its links to other hops. Calling it again changes nothing."""
         if self._freed:
             return
         self._freed = True
@@ -587,7 +584,10 @@ class StageSession:
         if self._orphaned is not None:
             self._orphaned.cancel()
         self._end_lead()
-        self._downstream.unbind()
+        is_replaced = (
+            self.host.draining and not self.retained
+        )  # the hop that takes its place may not have got there yet
+        self._downstream.unbind(after_s=self.host.config.orphan_grace_s if is_replaced else 0.0)
         self._ring.unbind()
         if self._upstream is not None:
             self._upstream.close()

@@ -51,6 +51,13 @@ class SessionPipeline(Protocol):
             length: Positions wanted.
         """
 
+    def snapshot(self, session: int) -> None:
+        """Keep the session's recurrent states as they are now, if it has any: another hop is about to take over.
+
+        Args:
+            session: Key of the session.
+        """
+
     def bits_of(self, session: int) -> bytes:
         """Return the class of equal bits of all that the session has computed; empty if it has none.
 
