@@ -129,10 +129,13 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
+        # A recorded step reads whole buffers of columns, whose number equal bits of plain products depend on.
         is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
+        is_captured = is_captured and not span.has_equal_rows
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
-        takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states
+        takes_graphs = span.has_same_bits and not span.has_equal_rows and config.kv == PLAIN
+        takes_graphs = takes_graphs and not span.family.keeps_states
         self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
         self.bits, self.bits_of_graph = b"", False  # class of equal bits, and whether a graph of ggml has it
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
