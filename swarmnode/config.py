@@ -16,6 +16,7 @@ from swarmnode.errors import UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
+EQUAL = "equal"  # plain products with equal bits, in a manifest
 ADAPTERS = NO_ADAPTERS, OF_MANIFEST, MEMBERS_TOO = ("none", "manifest", "members")
 KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
@@ -161,6 +162,7 @@ class StageConfig:
     dtype: str = "auto"
     quantize: str = "none"
     products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
+    equal_bits: bool = False  # plain products give a position the same bits in any company
     kv: str = "plain"  # form of the KV cache; int8: per head and position
     memory_bytes: Size = Size()  # of each card; of the machine if CPUs compute
     threads: int | None = None
@@ -182,7 +184,8 @@ class StageConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def meeting(self, least: str) -> StageConfig:
-        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`; empty: of any kind.
+        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`, or for EQUAL ones; empty:
+        of any kind.
 
         Automatic options follow it. Raises UsageError if another one contradicts it.
         """
@@ -190,6 +193,8 @@ class StageConfig:
             raise UsageError(
                 f"--quantize {self.quantize}: this swarm asks for weights that are not rounded again: leave it out"
             )
+        if least == EQUAL:
+            return replace(self, equal_bits=True).check()
         if least != EXACT:
             return self
         chosen = (("--products", self.products, (AUTO, EXACT, PLAIN)), ("--dtype", self.dtype, (AUTO, "float32")))
@@ -222,4 +227,10 @@ class StageConfig:
         ):
             if text not in choices:
                 raise UsageError(f"{option} {text}: choose {', '.join(choices)}")
+        others = (("--quantize", self.quantize, "none"), ("--draft-model", self.draft_model, ""))
+        for option, text, allowed in others if self.equal_bits else ():
+            if text != allowed:
+                raise UsageError(
+                    f"{option} {text}: its products have other bits in company; leave it or --equal-bits out"
+                )
         return self

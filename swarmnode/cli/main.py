@@ -120,7 +120,7 @@ TABLE = CommandTable(
         "`pipx` or `uv tool` in place of `pip` if that installed it)",
     },
     topics={  # NAME@COMMAND: of that command only
-        "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units "
+        "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits byte-level units "
         "bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
         "This machine": "memory disk expert-disk device threads cpu-share nice idle-disk max-upload max-download "
         "max-gpu-temperature max-gpu-power",

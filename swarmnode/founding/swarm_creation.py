@@ -17,6 +17,7 @@ from types import MappingProxyType
 from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.body import MAX_ADAPTER_CHARS
+from swarmnode.config import EQUAL
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.files import may_write
 from swarmnode.founding.model_source import ModelSource, check_vocabulary
@@ -43,7 +44,9 @@ from swarmnode.swarm.records.manifest import (
     BOTTLENECK_FORMAT,
     CAUSAL_LM,
     CREDIT,
+    EQUAL_FORMAT,
     FORMAT,
+    GRAPH,
     MAX_ADAPTERS,
     MAX_NAME_CHARS,
     MAX_WEIGHTS_BYTES,
@@ -236,7 +239,7 @@ def create_swarm(
         owner: the key that signs the swarm; None for a swarm without an owner.
         priority: rule of the shares of devices' time; UNSET for none.
         adapters: LoRA adapters of the model; None for none.
-        products: least kind of products of packed weights, "exact" or "fast"; empty for any.
+        products: least kind of products of packed weights, "exact" or "fast"; "equal" for plain ones with equal bits; empty for any.
         progress: is called while files are hashed.
 
     Returns:
@@ -255,7 +258,14 @@ def create_swarm(
             "the model has a bottleneck: it is served by the swarm that trains it; for a swarm that only serves, give another model"
         )
     number = _format(model_source, adapters)
-    if products and number not in ANY_PACKED:
+    if products == EQUAL:
+        if number != FORMAT or mode == TRAIN or model_source.kind == GRAPH:
+            raise UsageError(
+                "--equal-bits is for a language model with plain weights and without adapters that is served: the fast products of "
+                "packed weights have equal bits by themselves; leave it out"
+            )
+        number = EQUAL_FORMAT
+    elif products and number not in ANY_PACKED:
         raise UsageError(
             f"--products {products} is for packed weights (a GGUF file), and {model_source.folder.name} has none"
         )

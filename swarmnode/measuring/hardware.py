@@ -135,11 +135,24 @@ class Hardware:
         if (trains or is_graph) and config.kv != PLAIN:
             raise UsageError(f"{'training' if trains else 'a module'} keeps no KV cache: leave --kv alone")
         devices = probe_devices(config.device)
+        if config.equal_bits and (trains or is_graph):
+            raise UsageError(
+                "--equal-bits: it is for sessions of a language model, which this swarm does not serve; leave it out"
+            )
+        if config.equal_bits and any(device.kind != "cpu" for device in devices):
+            raise UsageError(
+                "--equal-bits: not measured on cards (contrib/studies/row_invariance.py --device cuda measures it); give --device cpu"
+            )
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
         dtype = torch.float32 if trains or is_graph else _common_dtype(devices, checkpoint, config)
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
+        if config.equal_bits and products != PLAIN:
+            raise UsageError(
+                "--equal-bits: it is for plain products, and fast ones of packed weights have equal bits by themselves; leave it out, or "
+                "add --products plain"
+            )
         advice = packed_advice(devices, checkpoint, config, dtype)
         if trains:
             sizes = training_sizes(checkpoint)
@@ -345,7 +358,7 @@ class Hardware:
     def prepare(self, outline: Checkpoint, units: Units) -> None:
         """Do the preparations for loading a span, apart from its weights. Raises CheckpointError if the model family cannot be
         split."""
-        if isinstance(outline, GraphCheckpoint):
+        if isinstance(outline, GraphCheckpoint) or self.config.equal_bits:
             return
         device = self.lent[0].device.torch_device
         prepare_span(outline, units.start, units.end, device=device, dtype=self.dtype, products=self.products)

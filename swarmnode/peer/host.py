@@ -507,7 +507,9 @@ class Host:
         manifest = self.swarm.manifest
         if manifest is not None and any(announcement.span):
             try:
-                check_products(manifest.products or "", announcement.number_format)
+                loading = announcement.life is not State.READY  # it may have no class yet
+                bits = b"-" if loading else announcement.bits
+                check_products(manifest.products or "", announcement.number_format, bits)
             except ProtocolError as error:
                 return error
         return None

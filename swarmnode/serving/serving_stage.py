@@ -331,6 +331,7 @@ async def _load_part(
         quantize=hardware.quantize,
         products=hardware.products,
         expert_slots=0 if hardware.tier is None else hardware.tier.slots,
+        equal_bits=hardware.config.equal_bits,
     )
     undo.callback(span.close)
     if hardware.head is not None and span.has_head:

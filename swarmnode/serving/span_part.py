@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.executor import forget_traceback
+from swarmnode.compute.model.equal_rows import unpadded
 from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, Buffers, CachedSession, Cohort
 from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.errors import PrecisionError
+from swarmnode.errors import LocalError, PrecisionError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.measuring.capability import Capability
 from swarmnode.measuring.hardware import Hardware, StageResources
@@ -36,6 +38,8 @@ COMPANY_PASSES = 64  # passes of several sessions, after which more are expected
 COLUMNS = 1_100  # of a trial of equal bits: ggml shares out those of a lone row from 512 on
 MAX_BATCH = 64  # rows of one pass in the ledger's estimate
 TRIAL_SESSION = -2
+CHUNK = 300  # positions of a longer prompt, over plain products whose bounds cut it
+COST_STEPS = 5  # of each way, by which the cost of equal bits is measured
 PROMPT, PADDING = 8, (0, 5)  # positions of two rows, and the left padding of each
 
 
@@ -62,8 +66,9 @@ def find_bits(runner: StageRunner) -> bytes:
     """Compute positions of a fixed input in all kinds of passes, and set `runner.bits`, the span's class, to a hash of the results.
 
     Peers of one class compute each position with equal bits. The passes have 1, 2, 8 and 33 positions, in rows or one behind
-    another, behind COLUMNS columns, with the node's threads and with one. All layers write into the same memory. The class is empty
-    if a position's bits depend on its pass, or the span's family cannot be tried.
+    another, behind COLUMNS columns, with the node's threads and with one. Plain products (`--equal-bits`) are tried with the node's
+    threads only, and in a longer prompt. All layers write into the same memory. The class is empty if a position's bits depend on its
+    pass, or the span's family cannot be tried.
     """
     span, threads = runner.span, torch.get_num_threads()
     runner.bits = b""
@@ -72,7 +77,7 @@ def find_bits(runner: StageRunner) -> bytes:
     results: list[Tensor] = []
     ways: set[bool] = set()
     try:
-        for count in {threads, 1}:
+        for count in {threads} if span.has_equal_rows else {threads, 1}:
             torch.set_num_threads(count)
             results.append(_compute_in_all_passes(runner, ways))
     except Exception as error:  # a family's code may raise anything
@@ -88,7 +93,7 @@ def find_bits(runner: StageRunner) -> bytes:
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     )
-    if ways == {False} and is_plain:
+    if ways == {False} and is_plain and not span.has_equal_rows:
         return runner.bits
     if len(ways) == 1 and all(result.numel() and torch.equal(result, results[0]) for result in results):
         runner.bits_of_graph = ways.pop()
@@ -96,12 +101,36 @@ def find_bits(runner: StageRunner) -> bytes:
     return runner.bits
 
 
+def cost_of_equal_bits(runner: StageRunner) -> str:
+    """Measure what equal bits cost a lone session that decodes, and return it as a sentence."""
+    span = runner.span
+    ways = {True: contextlib.nullcontext, False: unpadded}
+    took_s: dict[bool, list[float]] = {is_padded: [] for is_padded in ways}
+    runner.open(TRIAL_SESSION, rows=1, max_length=PROMPT + 2 * COST_STEPS)
+    try:
+        runner.run([StepInput(TRIAL_SESSION, _inputs(span, PROMPT)[:1], WANT_ALL)])
+        for _ in range(COST_STEPS):
+            for is_padded, way in ways.items():
+                began_s = time.perf_counter()
+                with way():
+                    runner.run([StepInput(TRIAL_SESSION, _inputs(span, 1)[:1], WANT_ALL)])
+                took_s[is_padded].append(time.perf_counter() - began_s)
+    finally:
+        runner.close(TRIAL_SESSION)
+    padded, plain = (1 / min(took_s[is_padded]) for is_padded in (True, False))
+    return (
+        f"Equal bits: layers [{span.start}:{span.end}) decode {padded:.1f} tokens/s, {padded / plain:.2f} times as many as without "
+        f"({plain:.1f})"
+    )
+
+
 def _compute_in_all_passes(runner: StageRunner, ways: set[bool]) -> Tensor:
     """Return the results of a prompt's positions behind many columns, empty if they differ from those in other passes. Whether
     passes were graphs of ggml goes to `ways`."""
     span, draw = runner.span, torch.Generator().manual_seed(0)
     longest = min(COLUMNS, span.position_limit or COLUMNS)
-    x_1T = _fixed(draw, (1, min(33, longest), *(() if span.has_embedding else (span.hidden_size,))), span)
+    most = CHUNK if span.has_equal_rows else 33
+    x_1T = _fixed(draw, (1, min(most, longest), *(() if span.has_embedding else (span.hidden_size,))), span)
     kept: dict[tuple[torch.Size, int], Buffers] = {}
     likes: dict[int, Buffers] = {}
 
@@ -135,13 +164,14 @@ def _compute_in_all_passes(runner: StageRunner, ways: set[bool]) -> Tensor:
 
     compute(1, 1, 0)  # makes buffers, whose shapes the others have
     past, length = longest - x_1T.shape[1], x_1T.shape[1]
+    part = min(33, length)
     few = min(64, past)
     prompt = compute(1, length, past)
-    same = [compute(1, 1, past), compute(2, min(2, length), past)]
+    same = [compute(1, 1, past), compute(2, min(2, length), past), compute(1, part, past)]
     is_same = all(torch.equal(one, prompt[:, : one.shape[1]].expand(len(one), -1, -1)) for one in same)
     alone, beside = compute(1, 1, few), compute(8, 1, few)
     is_same &= torch.equal(beside, alone.expand(8, -1, -1))
-    return torch.cat([prompt, alone], dim=1) if is_same else torch.empty(0)
+    return torch.cat([prompt[:, :part], alone], dim=1) if is_same else torch.empty(0)
 
 
 def _fixed(draw: torch.Generator, shape: tuple[int, ...], span: ModelSpan) -> Tensor:
@@ -220,6 +250,12 @@ class SpanPart:
             if runner.graphs is not None:
                 await worker.call("try its graph", runner.graphs.prepare)
             await worker.call("find its bits", lambda: find_bits(runner))
+            if span.has_equal_rows:
+                if not runner.bits:
+                    raise LocalError(
+                        f"--equal-bits: on this machine the bits of layers [{span.start}:{span.end}) depend on the company; leave it out"
+                    )
+                log.info("%s", await worker.call("measure equal bits", lambda: cost_of_equal_bits(runner)))
             measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all are measured again once packed
             at_first = partial(measure, few=not lasting)

@@ -259,3 +259,53 @@ async def test_plain_products_have_no_class(tmp_path: Path) -> None:
     model = TinyModel.save(tmp_path / "model").folder
     async with three_by_two(lambda swarm: swarm.create(model), tmp_path, dtype="bfloat16") as (_swarm, client):
         assert {peer.bits for peer in client._host.directory.peers().values()} == {b""}
+
+
+@asynccontextmanager
+async def plain_swarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
+    """Two stages of three replicas with plain products of equal bits in bfloat16, whose audits all ask for digests."""
+    monkeypatch.setattr(audits, "SAME_CLASS", 1.0)
+    model = TinyModel.save(folder / "model").folder
+    stages: Any = {"dtype": "bfloat16", "equal_bits": True}
+    async with three_by_two(lambda swarm: swarm.create(model), folder, **stages) as (swarm, client):
+        yield swarm, client
+
+
+@in_virtual_time
+async def test_plain_products_of_equal_bits_pass_by_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with plain_swarm(tmp_path, monkeypatch) as (_swarm, client):
+        kinds = kinds_asked(monkeypatch)
+        for number, options in enumerate(({}, {"drafts": "off"}, {"compress": "int8"})):
+            await generate(client, seed=number, **options)
+        assert results(client) == {"passed": 3}
+        assert kinds and all(kinds)
+
+
+def one_bit_in_half(hidden_BTH: Tensor) -> Tensor:
+    """The last bit of one bfloat16 of one position of a prompt."""
+    if hidden_BTH.shape[1] > 1:
+        hidden_BTH = hidden_BTH.clone()
+        hidden_BTH[0, 1, 5].view(torch.int16).bitwise_xor_(1)
+    return hidden_BTH
+
+
+def one_head_less(hidden_BTH: Tensor) -> Tensor:
+    """As if one head of one position had been left out: a small part of the state."""
+    if hidden_BTH.shape[1] > 1:
+        hidden_BTH = hidden_BTH.clone()
+        hidden_BTH[0, 1] *= 1 + 2**-7
+    return hidden_BTH
+
+
+@pytest.mark.parametrize("lie", [one_bit_in_half, one_head_less, swapped])
+@in_virtual_time
+async def test_one_wrong_bit_of_plain_products_is_out_at_the_first_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Change
+) -> None:
+    async with plain_swarm(tmp_path, monkeypatch) as (swarm, client):
+        liar = await hop_in_use(swarm, client, 0)
+        await client.auditor.idle()
+        tamper(liar, lie)
+        await generate(client, drafts="off")
+        assert results(client).get("false") == 1
+        assert client.auditor.standing.shunned == {liar.peer}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.founding import ADAPTERS, BootstrapOptions, MembershipOptions, NewOwnerOptions, owner_of
 from swarmnode.cli.options.swarm import name_swarm
+from swarmnode.config import EQUAL
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.option import argument, of_same_names, option, path_option
@@ -58,6 +59,11 @@ class NewModelOptions:
         "float32 throughout, for the same text after a failover.",
         choices=PRODUCTS,
     )
+    equal_bits: bool = option(
+        False,
+        "Nodes must compute each position with the same bits in any company, so that audits find one wrong bit: for plain weights on "
+        "CPUs (run --equal-bits).",
+    )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
     bottleneck: int | None = option(
@@ -87,6 +93,8 @@ class NewModelOptions:
             raise UsageError("--task needs --model and --mode serve")
         if self.units and not self.module:
             raise UsageError("--units needs --module; a language model is always cut into its layers")
+        if self.equal_bits and not (self.serves_checkpoint and self.products == "any"):
+            raise UsageError("--equal-bits needs --model and --mode serve, and no --products")
         if self.plain and not self.serves_checkpoint:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
@@ -99,6 +107,11 @@ class NewModelOptions:
             raise UsageError("--sample FILE goes with --bottleneck and --model: a text like the data")
         if self.adapters and not self.serves_checkpoint:
             raise UsageError("--adapter needs --model and --mode serve")
+
+    @property
+    def asked_products(self) -> str:
+        """The products that the manifest asks for; empty for any."""
+        return EQUAL if self.equal_bits else "" if self.products == "any" else self.products
 
     @property
     def what(self) -> str:
@@ -241,7 +254,7 @@ def create(
                 new,
                 mode=model.mode,
                 private=membership == "private",
-                products="" if model.products == "any" else model.products,
+                products=model.asked_products,
                 by_credit=standing.priority == "credit",
                 adapters=model.adapters,
                 force=force,

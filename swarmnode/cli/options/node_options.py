@@ -236,6 +236,11 @@ class NodeOptions:
         "ones compute in float32, and plain unpacks the weights in memory. auto: exact with --dtype float32, else fast.",
         metavar="auto|exact|fast|plain",
     )
+    equal_bits: bool = option(
+        False,
+        "Compute each position with the same bits alone and in any company, with plain products on a CPU: other such machines of this "
+        "kind then find one wrong bit. Decoding is slower; the log says by how much.",
+    )
     kv: str = option(
         "plain",
         "Keep the KV caches of sessions as computed, or in 8 bits: about twice as many sessions fit.",

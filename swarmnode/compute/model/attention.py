@@ -227,7 +227,7 @@ class SameBits(TorchFunctionMode):
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        is_lowered = hasattr(threads().recorder, "attention")  # to a graph of ggml
+        is_lowered = library() is not None and hasattr(threads().recorder, "attention")  # to a graph of ggml
         if function not in IN_VECTORS or not args or torch.is_grad_enabled() or is_lowered:
             return function(*args, **given)
         original = x = args[0]

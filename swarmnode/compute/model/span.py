@@ -18,6 +18,7 @@ from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.attention import SameBits, attend_by_position, attends_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.equal_rows import has_equal_rows, positions_of_rows
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
@@ -97,8 +98,10 @@ class ModelSpan:
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.steps_singly = False
         """Whether the family's code can continue recurrent states only by one position at a time"""
-        self.has_same_bits = attends_by_position(model)
-        """Whether a position has the same bits in any company: fast products, and all that lies between them."""
+        self.has_equal_rows = has_equal_rows(model)
+        """Whether plain products have equal bits (`--equal-bits`)"""
+        self.has_same_bits = attends_by_position(model) or self.has_equal_rows
+        """Whether a position has the same bits in any company: the products, and all that lies between them."""
 
     def __repr__(self) -> str:
         return f"Span([{self.start}:{self.end}) of {self.family.units} units, {self.weight_bytes / 1e6:.1f} MB)"
@@ -256,7 +259,10 @@ class ModelSpan:
         }
         if self._accepts_positions:
             inputs["position_ids"] = position_ids
-        with SameBits() if self.has_same_bits else contextlib.nullcontext():
+        positions: list[int] | None = None
+        if self.has_equal_rows and cache is not None and position_ids is not None:
+            positions = position_ids[:, 0].tolist()
+        with SameBits() if self.has_same_bits else contextlib.nullcontext(), positions_of_rows(positions):
             if end < self.family.units or keep_last == 0:
                 # Modules behind the layers get no positions, if the family allows that.
                 none = 0 if self.family.narrows else -1

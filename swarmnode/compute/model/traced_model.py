@@ -131,6 +131,7 @@ def trace_again(model_class: type[Any], config: Any) -> ModelTrace | None:
         cache_shapes=(((1, calls.width),),) * count,
         state_shapes=((),) * count,
         calls=calls,
+        state_keys=((),) * count,
     )
 
 

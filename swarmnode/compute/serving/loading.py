@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.equal_rows import give_equal_rows
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean
@@ -27,7 +28,7 @@ from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.config import PLAIN
-from swarmnode.errors import CheckpointError, SwarmnodeError
+from swarmnode.errors import CheckpointError, LocalError, SwarmnodeError
 
 FIRST, PROMPT, LENGTH, PADDING = 3, 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
@@ -47,6 +48,7 @@ def load_span(
     quantize: str = "none",
     products: str = PLAIN,
     expert_slots: int = 0,
+    equal_bits: bool = False,
     check: bool = True,
 ) -> ModelSpan:
     """Load layers [start, end) of a checkpoint onto a device, ready to run.
@@ -62,6 +64,7 @@ def load_span(
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
         products: Kind of products of packed weights: "plain" dequantises them, "exact" and "fast" keep them packed.
         expert_slots: Number of each layer's packed experts that have room in memory; others are read when they are needed. 0: all.
+        equal_bits: Give each position the same bits in any company, with plain products on a CPU.
         check: Try the family on a tiny model first (some 0.3 s, once per process).
 
     Returns:
@@ -69,7 +72,7 @@ def load_span(
 
     Raises:
         CheckpointError: The checkpoint does not make the model, or the family cannot be split.
-        LocalError: The model lacks these layers, or cannot be quantised so.
+        LocalError: The model lacks these layers, cannot be quantised so, or has no equal bits on this machine.
     """
     family = checkpoint.family
     if check or family.keeps_states:
@@ -84,7 +87,14 @@ def load_span(
     )
     model.to(device)
     choose_products(part for weight in held_by(model) for part in weight.card_parts)
-    span = ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
+    if equal_bits:
+        if quantization is not None or family.keeps_states:
+            raise LocalError(
+                "--equal-bits: quantised weights and recurrent states have other bits in company; leave the option out"
+            )
+        give_equal_rows(model)
+    packings = None if equal_bits else speed_up_linears(model)
+    span = ModelSpan(family, model, start, end, quantization, packings)
     span.steps_singly = _passed.get(family_key(family), (None, False))[1]
     return span
 

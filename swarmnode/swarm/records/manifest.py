@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
 from swarmnode.codec.tensors import Codec
-from swarmnode.config import EXACT, FAST
+from swarmnode.config import EQUAL, EXACT, FAST
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.storage.content import (
     CHUNK_BYTES,
@@ -34,16 +34,24 @@ from swarmnode.swarm.storage.content import (
 LEAST = (EXACT, FAST)
 FLOAT32 = "float32"  # number format of exact products, and of weights that were dequantised to it
 ROUNDED = "-"  # before the second rounding of a number format, as in bfloat16-nf4
-MEANINGS = {EXACT: "exact products (float32)", FAST: "weights that are not rounded again"}
+MEANINGS = {
+    EQUAL: "equal bits (--equal-bits)",
+    EXACT: "exact products (float32)",
+    FAST: "weights that are not rounded again",
+}
 
 
-def check_products(least: str, number_format: str) -> None:
-    """Raise ProtocolError if a node that announces `number_format` computes less precisely than `least`, EXACT or FAST; any other
-    text asks for nothing.
+def check_products(least: str, number_format: str, bits: bytes = b"") -> None:
+    """Raise ProtocolError if a node that announces `number_format` and the class `bits` has not the products that `least` asks for:
+    EXACT, FAST or EQUAL; any other text asks for nothing.
 
-    EXACT asks for float32 throughout, FAST for packed weights or dequantised ones of any dtype.
+    EQUAL asks for a class of equal bits, EXACT for float32 throughout, FAST for packed weights or dequantised ones of any dtype.
     """
-    enough = {EXACT: number_format == FLOAT32, FAST: number_format != "" and ROUNDED not in number_format}
+    enough = {
+        EQUAL: bits != b"",
+        EXACT: number_format == FLOAT32,
+        FAST: number_format != "" and ROUNDED not in number_format,
+    }
     if not enough.get(least, True):
         raise ProtocolError(
             f"it computes in {number_format or 'an unknown format'}, and this swarm asks for {MEANINGS[least]}"
@@ -54,9 +62,10 @@ FORMAT = 1
 ADAPTERS_FORMAT = 3  # of a manifest with adapters: readers without adapters must refuse it; 2 was never used
 PACKED_FORMAT = 4  # of a manifest with packed weights, and perhaps adapters: older readers must refuse it
 QUANTISED_FORMAT = 5  # as 4, but the packed weights are those of a quantised checkpoint of safetensors
+EQUAL_FORMAT = 7  # of a manifest that asks for equal bits: older nodes could not have them, and must refuse it
 BOTTLENECK_FORMAT = 6  # of a manifest with a bottleneck: older readers would compute another model, and must refuse it
 ANY_PACKED = (PACKED_FORMAT, QUANTISED_FORMAT)
-LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT, BOTTLENECK_FORMAT)
+LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT, BOTTLENECK_FORMAT, EQUAL_FORMAT)
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -170,7 +179,9 @@ class Manifest(msgspec.Struct, frozen=True):
     owner: bytes = b""  # public key of the founder; in a private swarm it signs members in
     priority: str | UnsetType = UNSET  # CREDIT: peers with credit go first; UNSET: not in the bytes
     adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # for sessions; UNSET: not in the bytes, as before adapters
-    products: str | UnsetType = UNSET  # least ones of packed weights: EXACT or FAST; UNSET: any, not in the bytes
+    products: str | UnsetType = (
+        UNSET  # EXACT or FAST of packed weights at least, or EQUAL; UNSET: any, not in the bytes
+    )
     bottleneck: int | UnsetType = (
         UNSET  # numbers of a position between two stages; UNSET: the hidden size, not in the bytes
     )
@@ -304,7 +315,11 @@ def _check(manifest: Manifest) -> None:
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
         "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
         "a least kind of products that this version knows (exact, fast), of packed weights": manifest.products is UNSET
-        or (manifest.products in LEAST and manifest.format in ANY_PACKED),
+        or (manifest.products in LEAST and manifest.format in ANY_PACKED)
+        or manifest.products == EQUAL,
+        "equal products of a language model that is served, in format 7 and no other": (manifest.products == EQUAL)
+        == (manifest.format == EQUAL_FORMAT)
+        and (manifest.products != EQUAL or (not is_graph and manifest.mode == SERVE)),
         "packed weights of a language model that is served, their index in format 4 and no other": (
             PACKED_NAME in names
         )
