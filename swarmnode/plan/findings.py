@@ -77,7 +77,7 @@ class PeerStanding(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def fading(self, now: float) -> float:
         """Return the share of the counts that is left at unix time `now`."""
-        return 0.5 ** max(0.0, (now - self.at) / tolerances.HALF_LIFE_S)
+        return float(0.5 ** max(0.0, (now - self.at) / tolerances.HALF_LIFE_S))
 
     def sentences(self) -> list[str]:
         """Return a sentence for each kept finding, the last one of each kind, the latest at the end."""
@@ -138,9 +138,17 @@ def are_too_many(near_misses: float, positions: float) -> bool:
 class Signs(Protocol):
     """What a member of an all-reduce has seen of another one's gradients over the steps."""
 
-    distance: float
-    against: float
-    steps: int
+    @property
+    def distance(self) -> float:
+        """Mean distance from the centre: about 1 for an honest member."""
+
+    @property
+    def against(self) -> float:
+        """Cumulative sum of how far its gradients were against the others'."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that were seen."""
 
     @property
     def constancy(self) -> float:
