@@ -76,7 +76,7 @@ class PeerStanding(msgspec.Struct, frozen=True, omit_defaults=True):
     proved: bool = False
 
     def fading(self, now: float) -> float:
-        """Return the share of the counts that is left at unix time `now`."""
+        """Return the remaining share of the counts at unix time `now`."""
         return float(0.5 ** max(0.0, (now - self.at) / tolerances.HALF_LIFE_S))
 
     def sentences(self) -> list[str]:
@@ -136,7 +136,7 @@ def are_too_many(near_misses: float, positions: float) -> bool:
 
 
 class Signs(Protocol):
-    """What a member of an all-reduce has seen of another one's gradients over the steps."""
+    """Measures of a member's gradients over the steps of an all-reduce, as another member sees them."""
 
     @property
     def distance(self) -> float:
