@@ -257,4 +257,4 @@ class Reports:
             results.append((await self._try(report.ids[: report.prompt], route))[0])
         log.info("%r: %s", report, ", ".join(results))
         if set(results) == {"passed"}:
-            self._auditor.standing.accused_in_vain(report.author, report.accused)
+            self._auditor.standing.doubt(report.author, f"honest results of {report.accused}, which it accused")

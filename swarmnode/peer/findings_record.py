@@ -37,7 +37,7 @@ SHUNNED = {
 
 class Findings:
     """Record of findings about the peers of one swarm, kept in the file `path`. A missing or damaged file counts as empty. `now`
-    returns unix time in seconds. `decisions` gets what was decided."""
+    returns unix time in seconds. `decisions` gets the decisions."""
 
     def __init__(self, path: Path, now: Callable[[], float], decisions: DecisionLog | None = None) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class Findings:
         Args:
             peer: The peer.
             kind: Kind of the finding.
-            evidence: What was found, in a sentence.
+            evidence: The observation, in a sentence.
             weight: Positions that were compared, for RIGHT and NEAR.
             other: The other side of a contradiction, or the digest of a text in hex.
         """
@@ -87,10 +87,6 @@ class Findings:
         it."""
         return self.add(peer, Kind.CONTRADICTION, f"it contradicts {what}", other=what)
 
-    def accused_in_vain(self, author: PeerId, accused: PeerId) -> None:
-        """Doubt the author of an accusation, because the accused peer passed every trial."""
-        self.doubt(author, f"the honest results of {accused}, which it accused")
-
     def of(self, peer: PeerId) -> PeerStanding:
         """Return the standing of a peer; that of a newcomer if nothing was found."""
         return self._peers.get(peer, PeerStanding())
@@ -107,7 +103,7 @@ class Findings:
 
     @property
     def proved(self) -> frozenset[PeerId]:
-        """Those of the shunned peers whose work was false, as a computation here or by a third peer showed."""
+        """Shunned peers whose work was false, as a computation here or by a third peer showed."""
         return frozenset(peer for peer in self.shunned if self._peers[peer].proved)
 
     @property
@@ -140,6 +136,6 @@ class Findings:
             try_to_keep(self._path, dict(self._peers), "what audits have found is")
 
     def _importance(self, known: PeerStanding) -> tuple[bool, bool, float]:
-        """Return the order in which entries of a full table are kept: shunned, suspicious, trusted."""
+        """Return the rank of an entry in a full table, which drops the lowest: shunned, suspicious, trusted."""
         now = self._now()
         return known.shunned_until > now, bool(known.doubts or known.near_misses), known.passed * known.fading(now)

@@ -76,8 +76,8 @@ class PeerStanding(msgspec.Struct, frozen=True, omit_defaults=True):
     proved: bool = False
 
     def fading(self, now: float) -> float:
-        """Return the share of the counts that is left at unix time `now`."""
-        return 0.5 ** max(0.0, (now - self.at) / tolerances.HALF_LIFE_S)
+        """Return the remaining share of the counts at unix time `now`."""
+        return float(0.5 ** max(0.0, (now - self.at) / tolerances.HALF_LIFE_S))
 
     def sentences(self) -> list[str]:
         """Return a sentence for each kept finding, the last one of each kind, the latest at the end."""
@@ -136,11 +136,19 @@ def are_too_many(near_misses: float, positions: float) -> bool:
 
 
 class Signs(Protocol):
-    """What a member of an all-reduce has seen of another one's gradients over the steps."""
+    """Measures of a member's gradients over the steps of an all-reduce, as another member sees them."""
 
-    distance: float
-    against: float
-    steps: int
+    @property
+    def distance(self) -> float:
+        """Mean distance from the centre: about 1 for an honest member."""
+
+    @property
+    def against(self) -> float:
+        """Cumulative sum of how far its gradients were against the others'."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that were seen."""
 
     @property
     def constancy(self) -> float:

@@ -216,7 +216,7 @@ def test_who_is_shunned_stays_so_over_restarts_and_begins_anew(
     standing.add("false", Kind.FALSE, "wrong")
     standing.save()
     again = Findings(tmp_path / "standing" / "swarm.json", clock)
-    assert again.shunned == {"false"}
+    assert again.shunned == again.proved == {"false"}
     clock.now += SHUN_S + 1
     assert not again.shunned
     assert again.trust("false") == 0
@@ -228,7 +228,7 @@ def test_doubts_with_one_peer_count_once_and_with_several_add_up(standing: Findi
     for number in range(DOUBTS - 2):
         assert not standing.doubt("one", f"peer {number}")
     assert standing.doubt("one", "the last")
-    assert standing.shunned == {"one"}
+    assert standing.shunned == {"one"} and not standing.proved
 
 
 def test_near_misses_add_up_over_texts() -> None:

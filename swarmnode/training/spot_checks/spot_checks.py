@@ -94,7 +94,7 @@ class Suspicions:
             if result == "false" or len(results) == TRIALS:
                 del self._by_author[author]
             if results == ["passed"] * TRIALS:
-                self._standing.accused_in_vain(author, accused)
+                self._standing.doubt(author, f"honest results of {accused}, which it accused")
 
 
 @dataclass(eq=False)

@@ -105,7 +105,11 @@ async def test_suspected_peer_comes_back_by_its_own_word(world):
     watcher = await world.join("watcher")
     a = await world.join("a", state=State.READY)
     await world.clock.advance(1)
+    heard: list[tuple[str, str]] = []
+    watcher._on_suspected = lambda peer, reason: heard.append((peer, reason))
     watcher.suspect("a", "hung")
+    watcher.suspect("watcher", "itself")
+    assert heard == [("a", "hung")], "which the record of findings takes"
     assert "a" not in watcher.peers()
     await world.clock.advance(1)
     assert "a" not in watcher.peers(), "the old record is still in the table"
