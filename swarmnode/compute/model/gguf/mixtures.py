@@ -137,7 +137,7 @@ def mixture_processor(config: dict[str, Any]) -> Any:
     made: Any = GGUFTensor
     base: Any = MiniMaxM2TensorProcessor
 
-    class MixtureProcessor(base):  # type: ignore[misc]
+    class MixtureProcessor(base):
         """Converter that joins gate and up of experts, and the two parts of DeepSeek's kv_b."""
 
         def perform_fallback_tensor_mapping(
