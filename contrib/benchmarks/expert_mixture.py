@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("action", choices=("train", "routes"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, help="default: 3,000,000 to train, 16,384 of routes")
-    parser.add_argument("--balance", type=float, default=0.05)
+    parser.add_argument("--balance", type=float, default=0.5)
     options = parser.parse_args()
     if options.action == "train":
         rows = train(options.folder, options.tokens or 3_000_000, options.balance)

@@ -165,15 +165,19 @@ class ExpertSlots:
         self._buffer_bytes = largest // PIECE_BYTES * PIECE_BYTES + 2 * PIECE_BYTES
         self.buffer_bytes = buffer_bytes(largest, workers)
         self._workers = workers
-        self._lock = threading.Lock()
-        self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queue: deque[_MatrixRead] = deque()
+        self._begin()
         self._buffers: list[mmap.mmap] = []
         self._failure: WeightsLost | None = None
         self._late: tuple[LayerSlots, int] | None = None
         self._closed = False
         self.layers = [LayerSlots(self, number, layer, slots) for number, layer in enumerate(experts)]
-        self._threads: list[threading.Thread] = []
+
+    def _begin(self) -> None:
+        """Begin without workers, also in a child process that tries graphs: it has none of its parent's threads."""
+        self._process, self._threads = os.getpid(), list[threading.Thread]()
+        self._lock = threading.Lock()
+        self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._queue: deque[_MatrixRead] = deque()
 
     @property
     def is_usable(self) -> bool:
@@ -314,6 +318,8 @@ class LayerSlots:
         Raises WeightsLost if the experts cannot be read, LocalError if the disk takes too long.
         """
         pool = self._pool
+        if pool._process != os.getpid():
+            pool._begin()
         with pool._lock:
             self._pass += 1
             self.active = active

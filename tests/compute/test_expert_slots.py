@@ -209,6 +209,34 @@ def test_the_place_of_an_expert_changes_no_bit(checkpoint: Checkpoint, products:
 
 
 @needs_ggml
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_K"])
+def test_a_node_with_experts_on_disk_has_the_bits_of_a_graph(tmp_path: Path, form: str) -> None:
+    """A model that is large enough for torch's activations and norms to have other bits than ggml's; with 1 and 2 threads, and in
+    a prompt that the graph with all experts computes expert by expert."""
+    save_moe_gguf(tmp_path / "tiny.gguf", form=form, experts=16, width=4, used=4)
+    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    ids_BT, threads = torch.arange(70)[None] * 7 % 251, torch.get_num_threads()
+    found: list[list[Tensor]] = []
+    try:
+        for slots, count in ((0, 1), (4, 1), (4, 2)):
+            torch.set_num_threads(count)
+            settings = {"dtype": torch.float32, "products": "fast", "check": False, "expert_slots": slots}
+            span = load_span(checkpoint, 0, checkpoint.units, **settings)
+            runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 22))
+            runner.open(0, rows=1, max_length=72)
+            steps = (StepInput(0, ids_BT, WANT_ALL), StepInput(0, ids_BT[:, :1]))
+            found.append([*conversation(span), *(runner.run([step])[0].output for step in steps)])
+            assert runner.graphs is not None and runner.graphs.passes == 2, runner.graphs.refusals
+            found[-1] += [experts_NK.clone() for experts_NK in runner.graphs.chosen]
+            assert len(found[-1]) == 7 + 2 + 2, "the experts of both layers are counted, wherever they lie"
+            span.close()
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@needs_ggml
 def test_an_expert_with_nan_is_refused_when_it_is_read(tmp_path: Path) -> None:
     save_moe_gguf(tmp_path / "tiny.gguf", form="Q8_0", experts=4)
     checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")

@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import check_attention
 from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_AT, address_at, library, numbers_at
+from swarmnode.compute.packing.ggml_graph import CannotBeLowered, gated_silu
 from swarmnode.compute.packing.ggml_matrix import Prepared, threads
-from swarmnode.compute.packing.packed_weight import experts_one_by_one, sum_of_choices
+from swarmnode.compute.packing.packed_weight import SlotStack, experts_one_by_one, results_of_choices, sum_of_choices
 
 with lean():
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -190,6 +193,16 @@ def attend_by_position(model: Any) -> None:
     model.config._experts_implementation = BY_POSITION
 
 
+def activation_of_graphs(experts: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function that computes what is between the products of a family's `experts`, with a graph's bits. Raises
+    CannotBeLowered if it is something else than SiLU of the gate times the rest."""
+    own = getattr(getattr(experts, "_apply_gate", None), "__func__", None)
+    is_usual = own is _default_apply_gate and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+    if not experts.has_gate or experts.has_bias or not is_usual:
+        raise CannotBeLowered("its experts on the disk have another activation than gated SiLU, or biases")
+    return gated_silu
+
+
 def experts_by_position(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
 ) -> Tensor:
@@ -201,6 +214,17 @@ def experts_by_position(
     recorder = threads().recorder
     if not hasattr(recorder, "chosen_products"):
         return experts_one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+    if isinstance(self.down_proj, SlotStack):  # a graph on each side of the experts, which some are read for
+        activate, among = activation_of_graphs(self), top_k_index.shape[1]
+
+        def compute(_cohort: Any, x: Tensor, index_NK: Tensor) -> Tensor:
+            return results_of_choices(self, x, index_NK, activate).view(len(x), among, -1)
+
+        like = hidden_states[:, None].expand(-1, among, -1)
+        results: Tensor = recorder.by_torch("experts_on_disk", compute, [hidden_states, top_k_index], like)
+        results = results.view(-1, hidden_states.shape[-1])
+        return sum_of_choices(self, results, top_k_weights).to(hidden_states.dtype)
 
     def products(name: str, x: Tensor) -> Tensor:
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None

@@ -28,7 +28,6 @@ from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.traced_model import CACHE_ARGUMENT, suit_cache
 from swarmnode.compute.packing.card_matrix import working_bytes
 from swarmnode.compute.packing.packed_weight import (
-    ONE_BY_ONE,
     PackedStack,
     PackedWeight,
     SlotStack,
@@ -370,6 +369,4 @@ def load_model(
         products == FAST and held and device.type == "cpu" and not family.keeps_states
     ):  # states have other bits in chunks
         attend_by_position(model)
-    if on_disk:
-        model.config._experts_implementation = ONE_BY_ONE
     return model

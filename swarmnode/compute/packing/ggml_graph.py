@@ -23,6 +23,7 @@ from swarmnode.compute.packing.ggml import (
     Library,
     Operators,
     address_at,
+    aligned,
     library,
     numbers_at,
 )
@@ -135,6 +136,20 @@ class GraphTensors:
             like = torch.empty(lying.shape, device="meta").permute([order.index(dim) for dim in range(view.dim())])
             return self._tensor(value, flat), like
         return self._tensor(value), torch.empty(view.shape, device="meta")
+
+
+def gated_silu(gate_up_RI: Tensor) -> Tensor:
+    """Return SiLU(gate) * up (R, I / 2) of rows (R, I) that hold both, float32, with the bits of a node in a graph."""
+    ggml = library()
+    assert ggml is not None
+    graph = GraphTensors(ggml, 8)
+    gate_RI, up_RI = (part_RI.contiguous() for part_RI in gate_up_RI.chunk(2, 1))
+    result_RI, program = aligned(4 * gate_RI.numel()).view(torch.float32).view(gate_RI.shape), graph._new_graph(8)
+    node = graph._make.gated["silu"](graph._context, graph._leaf(gate_RI), graph._leaf(up_RI))
+    address_at(node + DATA_AT).value = result_RI.data_ptr()
+    ggml.expand(program, node)
+    threads().compute_graph(program)
+    return result_RI
 
 
 def _merged(view: Tensor) -> Tensor:

@@ -295,8 +295,19 @@ def experts_one_by_one(
     """Return the weighted sums (N, H) of the experts that each row of `top_k_index` (N, K) chooses, one choice after the other.
 
     It is an implementation for transformers' experts interface: `self` is the family's module of all experts, whose matrices are in
-    packed stacks. Experts in memory are computed while others are read. The order has no influence on a bit.
+    packed stacks.
     """
+    results_SH = results_of_choices(
+        self, hidden_states, top_k_index, self._apply_gate if self.has_gate else self.act_fn
+    )
+    return sum_of_choices(self, results_SH, top_k_weights).to(hidden_states.dtype)
+
+
+def results_of_choices(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the results (N K, H) of the experts that each row of `top_k_index` (N, K) chooses; `activate` is what is between an
+    expert's products. Experts in memory are computed while others are read. The order has no influence on a bit."""
     first, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     chosen_S = top_k_index.reshape(-1)
     order_S = chosen_S.argsort(stable=True)
@@ -314,11 +325,9 @@ def experts_one_by_one(
         x = _times(inputs[number], matrix, is_transposed=self.is_transposed)
         if self.has_bias:
             x = x + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[number]
-        x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
-        x = _times(x, down_matrix, is_transposed=self.is_transposed)
+        x = _times(activate(x), down_matrix, is_transposed=self.is_transposed)
         outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
-    results_SH = torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
-    return sum_of_choices(self, results_SH, top_k_weights).to(hidden_states.dtype)
+    return torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
 
 
 def sum_of_choices(experts: Any, results_SH: Tensor, weights_NK: Tensor) -> Tensor:

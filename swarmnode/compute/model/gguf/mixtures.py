@@ -134,7 +134,10 @@ def mixture_processor(config: dict[str, Any]) -> Any:
     """Return a converter of tensors, with the interface of transformers' ones, for the architectures in `KEYS`."""
     from transformers.modeling_gguf_pytorch_utils import GGUFTensor, MiniMaxM2TensorProcessor
 
-    class MixtureProcessor(MiniMaxM2TensorProcessor):  # type: ignore[misc,no-untyped-call]
+    made: Any = GGUFTensor
+    base: Any = MiniMaxM2TensorProcessor
+
+    class MixtureProcessor(base):
         """Converter that joins gate and up of experts, and the two parts of DeepSeek's kv_b."""
 
         def perform_fallback_tensor_mapping(
@@ -147,8 +150,8 @@ def mixture_processor(config: dict[str, Any]) -> Any:
 
         def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
             found = _LATENT_PART.fullmatch(name)
-            whole = found and kwargs["tensor_key_mapping"].get(f"{found['block']}kv_b.weight")
-            if not whole or weights.ndim != 3:
+            whole = kwargs["tensor_key_mapping"].get(f"{found['block']}kv_b.weight") if found else None
+            if found is None or whole is None or weights.ndim != 3:
                 return super().process(weights, name, **kwargs)
             # Newer files: the rows of each head's keys (transposed) and of its values, apart. What stays NaN was not in the file.
             keys, values, rank = (config[key] for key in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
@@ -160,6 +163,6 @@ def mixture_processor(config: dict[str, Any]) -> Any:
             if part.shape != joined_HRL[:, rows].shape:
                 raise ValueError(f"{name} is of shape {tuple(weights.shape)}")
             joined_HRL[:, rows] = torch.from_numpy(np.copy(part))
-            return GGUFTensor(weights, None, {})
+            return made(weights, None, {})
 
     return MixtureProcessor(config=config)

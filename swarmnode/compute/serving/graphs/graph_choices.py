@@ -126,6 +126,11 @@ class ChoiceNodes(GraphTensors):
             self._views["chosen", index] = chosen.base
             self._chosen.append(chosen)
 
+    def _note_on_disk(self, step: Operation) -> None:
+        """Keep which experts few rows choose, for `chosen`, if torch computes them because some lie on the disk."""
+        if step.name == "experts_on_disk" and len((chosen := self._values[step.inputs[1]]).view) <= LARGEST_LOOK:
+            self._chosen.append(chosen)
+
     def chosen(self) -> list[Tensor]:
         """Return the experts (N, K) that the rows of the last pass chose, of each layer; empty for passes of many rows."""
         return [_memory_of(each.base, each.view) for each in self._chosen]

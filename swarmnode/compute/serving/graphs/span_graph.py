@@ -153,8 +153,7 @@ class SpanGraph(ChoiceNodes):
         if not later:
             return []
         step = [operation for operation, is_next in later.items() if is_next]
-        whole = next((operation for operation in step if operation.is_whole), None)
-        step = step if whole is None else [whole]
+        step = [operation for operation in step if operation.is_whole][:1] or step
         left = [operation for operation in later if operation not in step]
         needed = {each for operation in later for each in operation.needs()} | {self._trace.result}
         for operation, value in list(self._values.items()):
@@ -168,6 +167,7 @@ class SpanGraph(ChoiceNodes):
                 self._share(operation, memory)
             else:
                 del self._values[operation]
+        self._note_on_disk(step[0])
         read = {each for operation in left for each in operation.needs()} | {self._trace.result}
         outputs = [operation for operation in step if operation in read]
         self._steps.append(TorchStep(self._trace, step, outputs, self._sizes))
