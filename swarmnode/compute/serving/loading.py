@@ -24,6 +24,7 @@ from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.states import quicken_steps
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
@@ -70,6 +71,8 @@ def load_span(
         LocalError: The model lacks these layers, or cannot be quantised so.
     """
     family = checkpoint.family
+    if family.keeps_states:
+        quicken_steps(family.model_class)
     if check or family.keeps_states:
         check_family(family)
     device = torch.device(device)
