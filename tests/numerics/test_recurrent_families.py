@@ -120,6 +120,26 @@ def test_spans_with_states_equal_the_whole(family: tuple[Any, Checkpoint]) -> No
     assert_same(logits[1:, 4:], model(ids[1:, 4:10], use_cache=False).logits)
 
 
+@torch.inference_mode()
+def test_sessions_hold_no_more_than_was_promised(family: tuple[Any, Checkpoint]) -> None:
+    """Keys, values, states, snapshots and inputs of sessions with all snapshots that they may have, by their storages."""
+    _, checkpoint = family
+    ids = torch.randint(2, 97, (1, 320), generator=torch.Generator().manual_seed(1))
+    runner = StageRunner(load_span(checkpoint, 0, 6), RunnerConfig(1 << 28, prefill_positions=100))
+    for name in range(3):
+        runner.open(name, rows=1, max_length=320)
+        runner.run([StepInput(name, ids[:, : 312 - name], WANT_ALL)])
+        for at in range(312 - name, 320, 2):
+            runner.run([StepInput(name, ids[:, at : at + 1], WANT_ALL, guessed=1)])
+    sessions = list(runner.pool.sessions.values())
+    held = [x for one in sessions if one.history for each in one.history.snapshots for x in each.states.values()]
+    held += [x for one in sessions if one.history for x in one.history._inputs]
+    for cohort in runner.pool.cohorts:
+        held += [*cohort.states.committed.values(), *(x for buffers in cohort.buffers.values() for x in buffers)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert 0 < sum(storages.values()) <= runner.pool.reserved_bytes
+
+
 @pytest.mark.parametrize("kv", ["plain", "int8"])
 @torch.inference_mode()
 def test_a_copy_of_a_session_goes_on_elsewhere(family: tuple[Any, Checkpoint], kv: str) -> None:

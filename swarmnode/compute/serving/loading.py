@@ -27,6 +27,7 @@ from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.states import quicken_steps
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError, LocalError, SwarmnodeError
 
@@ -75,6 +76,8 @@ def load_span(
         LocalError: The model lacks these layers, cannot be quantised so, or has no equal bits on this machine.
     """
     family = checkpoint.family
+    if family.keeps_states:
+        quicken_steps(family.model_class)
     if check or family.keeps_states:
         checkpoint.family = family = check_family(family)
     device = torch.device(device)

@@ -4,15 +4,22 @@ Layers of linear attention, state-space layers and convolutions keep a state of 
 positions. A state cannot be cut back. So a session keeps snapshots: copies of its rows' states at a few earlier positions. To
 forget positions, the nearest snapshot before them takes the states' place, and the inputs between that snapshot and the new end
 are computed again with the next pass. The session keeps the latest inputs for that (`KEPT_INPUTS`).
+
+Single steps of convolutions and state-space layers on a CPU: transformers' references take three times as long, since they expand
+what is alike in all places of a head, and convolve a single position.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from swarmnode.compute.model.traced_model import States
 
@@ -150,3 +157,81 @@ class StateHistory:
     def _set(self, snapshots: list[Snapshot]) -> None:
         self.snapshots = snapshots
         self.lengths = tuple(each.length for each in snapshots)
+
+
+def quicken_steps(model_class: type[Any]) -> None:
+    """Let the family's code use `STEPS` in place of its own functions of these names, if it has such."""
+    module = sys.modules[model_class.__module__]
+    for name, step in STEPS.items():
+        reference = getattr(module, name, None)
+        if reference is not None and not hasattr(reference, "is_quick"):
+            setattr(module, name, _with_quick_step(reference, step))
+
+
+def _with_quick_step(reference: Callable[..., Tensor], step: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """Return a function that computes `step` in passes of a span, and `reference` elsewhere or if `step` returns None."""
+
+    @wraps(reference)
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        given = (*args, *kwargs.values())
+        is_own = torch.is_inference_mode_enabled() and all(
+            x.dtype == torch.float32 and x.device.type == "cpu" for x in given if isinstance(x, Tensor)
+        )
+        y = step(*args, **kwargs) if is_own else None
+        return reference(*args, **kwargs) if y is None else y
+
+    compute.is_quick = True  # type: ignore[attr-defined]
+    return compute
+
+
+def convolve_step(
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor | None:
+    """Return the next output (rows, channels, 1) of a convolution by channel, and move its state on. None for several positions, or
+    another activation than SiLU."""
+    if hidden_states.shape[-1] != 1 or activation not in (None, "silu", "swish"):
+        return None
+    columns = torch.cat([conv_state, hidden_states], dim=-1)
+    conv_state.copy_(columns[..., 1:])
+    y = (columns[..., -weight.shape[-1] :] * weight).sum(-1)
+    y = y if bias is None else y + bias
+    return (y if activation is None else silu(y))[..., None]
+
+
+def scan_step(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Return the next output (rows, heads, dim) of a state-space layer, and move `state` (rows, heads, dim, N) on. None unless all
+    places of a head have one time step and one decay."""
+    per_head = [dt, A, *([] if dt_bias is None else [dt_bias])]
+    is_plain = A.dim() == B.dim() == 3 and A.stride(1) == 0 and state.is_contiguous()
+    if not is_plain or any(one.stride(-1) for one in per_head):
+        return None
+    rows, heads, dim = hidden_states.shape
+    dt_BH1 = dt[..., :1] if dt_bias is None else dt[..., :1] + dt_bias[..., :1]
+    dt_BH1 = softplus(dt_BH1) if dt_softplus else dt_BH1
+    repeats = heads // B.shape[1]
+    B, C = (one if repeats == 1 else one.repeat_interleave(repeats, dim=1) for one in (B, C))
+    state.mul_(torch.exp(dt_BH1 * A[:, :1, 0])[..., None])
+    flat = state.view(rows * heads, dim, -1)
+    flat.baddbmm_(hidden_states.reshape(-1, dim, 1), (dt_BH1 * B).view(rows * heads, 1, -1))
+    y = torch.bmm(flat, C.reshape(rows * heads, -1, 1)).view(rows, heads, dim)
+    y = y if D is None else y + hidden_states * D
+    return y if z is None else y * silu(z)
+
+
+STEPS: dict[str, Callable[..., Tensor | None]] = {
+    "causal_conv1d_update": convolve_step,
+    "mamba2_selective_state_update": scan_step,
+}
+"""Single steps by the names that transformers' families give them"""
