@@ -13,8 +13,10 @@ whatever else a pass computes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -188,6 +190,21 @@ def attend_by_position(model: Any) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(BY_POSITION, _mask)
     model.config._attn_implementation = BY_POSITION
     model.config._experts_implementation = BY_POSITION
+
+
+@contextlib.contextmanager
+def attending_by_position(model: Any) -> Iterator[None]:
+    """Let a model compute attention in this way within the block. Raises ValueError if its family does not leave the choice."""
+    config = model.config
+    own = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    if own[0] != BY_POSITION:
+        attend_by_position(model)
+    if config._attn_implementation != BY_POSITION:
+        raise ValueError("the family leaves attention to nobody else")
+    try:
+        yield
+    finally:
+        config._attn_implementation, config._experts_implementation = own
 
 
 def experts_by_position(

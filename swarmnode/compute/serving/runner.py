@@ -132,7 +132,8 @@ class StageRunner:
         is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
-        takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states
+        takes_graphs = (span.has_same_bits or span.has_exact_products) and not span.family.keeps_states
+        takes_graphs = takes_graphs and config.kv == PLAIN
         self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
         self.bits, self.bits_of_graph = b"", False  # class of equal bits, and whether a graph of ggml has it
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
