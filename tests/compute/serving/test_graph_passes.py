@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gguf
@@ -341,6 +342,21 @@ def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.M
     assert found == [4, 3, 4, 1, 1]
     now[0] += 0.5
     assert cores.count() == 1, "it is not asked at each pass"
+
+
+def test_a_pass_takes_as_many_threads_as_are_spare_with_the_same_bits(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    ids_BT = some_ids(span)
+    runner, before = open_runner(span), torch.get_num_threads()
+    alone = logits(runner, ids_BT, [])
+    try:
+        torch.set_num_threads(3)
+        for spare in (1, 2, 5):
+            graphs_of(runner)._spare_cores = cast(SpareCores, SimpleNamespace(count=lambda spare=spare: spare))
+            assert torch.equal(logits(runner, ids_BT, [20, 21]), alone)
+            assert threads()._threads == min(spare, 3), "a node asks while it runs"
+    finally:
+        torch.set_num_threads(before)
 
 
 def crash(*_: Any, **__: Any) -> Any:
