@@ -161,6 +161,14 @@ def test_exact_steps_are_graphs_with_float32_numbers_and_equal_bits_in_company(k
     assert graphs_of(runner).passes >= 3 * (LENGTH - 20), graphs_of(runner).refusals
     together = decoded(runner, texts, [0, 1, 2])
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        graphs_of(runner)._spare_cores = cast(SpareCores, SimpleNamespace(count=lambda: 2))
+        for name in range(3):
+            assert torch.equal(decoded(runner, texts, [name])[0], alone[name])
+    finally:
+        torch.set_num_threads(before)
     by_torch = open_runner(span)
     by_torch.graphs = None
     for wanted, got in zip(decoded(by_torch, texts, [0, 1, 2]), alone, strict=True):

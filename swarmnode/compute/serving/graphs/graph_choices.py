@@ -42,6 +42,7 @@ class ChoiceNodes(GraphTensors):
 
     def __init__(self, ggml: Library, nodes: int) -> None:
         super().__init__(ggml, nodes)
+        self._splits: dict[tuple[str, int, int], ActivationParts] = {}  # by format, rows and inputs
         self._failed: list[Exception] = []  # what a function that ggml called raised
         self._chosen: list[GraphValue] = []  # experts of the rows, by layer
 
@@ -78,21 +79,25 @@ class ChoiceNodes(GraphTensors):
         key = "parts", value.base, form.name, shape
         if key in self._views:
             return self._views[key]
-        inputs, source, failed = shape[-1], value.base, self._failed
-        parts, found = ActivationParts(self._ggml, form, rows, inputs), []
+        inputs, failed = shape[-1], self._failed
+        source = self._tensor(value, value.view.view(rows, inputs))
+        if (form.name, rows, inputs) not in self._splits:
+            self._splits[form.name, rows, inputs] = ActivationParts(self._ggml, form, rows, inputs)
+        parts, view = self._splits[form.name, rows, inputs], torch.empty(rows, inputs, device="meta")
 
-        def split(*_: Any) -> None:
+        @torch.inference_mode()
+        def split(node: int, thread: int, *_: Any) -> None:
+            if thread:  # ggml calls this in each thread
+                return
             try:
-                found or found.append(memory_of(source, torch.empty(rows, inputs, device="meta")))
-                parts.fill(found[0])
-            except Exception as error:  # ggml calls this, and takes no exception
+                parts_PRB = parts.fill(memory_of(source, view))
+                ctypes.memmove(address_at(node + DATA_AT).value or 0, parts_PRB.data_ptr(), parts_PRB.nbytes)
+            except Exception as error:  # ggml takes none
                 failed.append(error)
 
-        sizes = (*reversed(shape), 1, 1, 1)[:4]
-        called, inputs_of = CALLED(split), (ctypes.c_void_p * 1)(self._tensor(value, value.view.view(rows, inputs)))
-        node = self._make.call(self._context, form.number, *sizes, inputs_of, 1, called, 1, None)
-        address_at(node + DATA_AT).value = parts.parts_PRB.data_ptr()
-        self._alive += [called, parts]
+        sizes, called = (*reversed(shape), 1, 1, 1)[:4], CALLED(split)
+        node = self._make.call(self._context, form.number, *sizes, (ctypes.c_void_p * 1)(source), 1, called, 1, None)
+        self._alive.append(called)
         self._views[key] = node
         return node
 
