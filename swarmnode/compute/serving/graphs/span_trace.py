@@ -179,7 +179,7 @@ class _Recording(TorchDispatchMode):
     def calling(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Record a look-up of rows. Raises CannotBeLowered for a product that takes several steps."""
         if function.__name__ != "rows":
-            raise CannotBeLowered("its products are no fast ones")
+            raise CannotBeLowered("its products are none of ggml")
         value: Tensor = self._paused(lambda: function(x))
         return self._result(Operation("rows", function, (self.of(x),), value=value, stage=INPUT), value)
 
