@@ -258,11 +258,6 @@ class PackedStack(_StandIn):
         return self._matrices[0].device
 
     @property
-    def is_exact(self) -> bool:
-        """Whether ggml multiplies with the values of some part as they are."""
-        return any(isinstance(part, GgmlMatrix) and part.is_exact for part in self._parts)
-
-    @property
     def card_parts(self) -> list[CardMatrix]:
         """Parts of all matrices that lie on a card."""
         return [part for matrix in self._matrices for part in matrix.card_parts]

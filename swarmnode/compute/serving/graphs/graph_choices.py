@@ -96,7 +96,9 @@ class ChoiceNodes(GraphTensors):
                 failed.append(error)
 
         sizes, called = (*reversed(shape), 1, 1, 1)[:4], CALLED(split)
-        node = self._make.call(self._context, form.number, *sizes, (ctypes.c_void_p * 1)(source), 1, called, 1, None)
+        node: int = self._make.call(
+            self._context, form.number, *sizes, (ctypes.c_void_p * 1)(source), 1, called, 1, None
+        )
         self._alive.append(called)
         self._views[key] = node
         return node

@@ -246,7 +246,8 @@ def _try(
     known: Tensor | None = None
     for rows, count, kept in TRIED:
         cohort = _cohort(span, start, end, rows, total, windows)
-        graph, results, places = SpanGraph(trace, rows, count, kept, span.dtype), [], []
+        graph, results = SpanGraph(trace, rows, count, kept, span.dtype), []
+        places: list[int] = []  # of the results
         for first in range(0, total - count + 1, count)[:TRIED_PASSES]:
             part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
             y = graph.run(cohort, part.contiguous(), is_checked=True)
