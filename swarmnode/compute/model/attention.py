@@ -13,9 +13,10 @@ whatever else a pass computes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -201,6 +202,21 @@ def activation_of_graphs(experts: Any) -> Callable[[Tensor], Tensor]:
     if not experts.has_gate or experts.has_bias or not is_usual:
         raise CannotBeLowered("its experts on the disk have another activation than gated SiLU, or biases")
     return gated_silu
+
+
+@contextlib.contextmanager
+def attending_by_position(model: Any) -> Iterator[None]:
+    """Let a model compute attention in this way within the block. Raises ValueError if its family does not leave the choice."""
+    config = model.config
+    own = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    if own[0] != BY_POSITION:
+        attend_by_position(model)
+    if config._attn_implementation != BY_POSITION:
+        raise ValueError("the family leaves attention to nobody else")
+    try:
+        yield
+    finally:
+        config._attn_implementation, config._experts_implementation = own
 
 
 def experts_by_position(

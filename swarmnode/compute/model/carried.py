@@ -455,7 +455,9 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tens
         if place.streams > 1:
             tensor = tensor.unflatten(place.positions - 1, (place.streams, -1))
         rest = [at for at in range(tensor.dim()) if at not in (place.rows, place.positions)]
-        for at, size in zip(rest, place.others, strict=True):  # a short text may choose fewer positions: its last one again
+        for at, size in zip(
+            rest, place.others, strict=True
+        ):  # a short text may choose fewer positions: its last one again
             tensor = tensor.index_select(at, torch.arange(size, device=tensor.device).clamp(max=tensor.shape[at] - 1))
         part_BTX = tensor.permute(place.rows, place.positions, *rest)
         (whole if place.is_whole else parts).append(part_BTX.reshape(*part_BTX.shape[:2], -1))

@@ -200,7 +200,6 @@ class Family(ModelTrace):
             return (head,)
         return (0, head)
 
-
     def _units_of_carried(self, name: str) -> tuple[int, ...]:
         """Return the units that need a tensor of a model whose calls are followed: modules that belong to no unit are in all."""
         assert self.calls is not None

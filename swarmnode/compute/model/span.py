@@ -126,6 +126,12 @@ class ModelSpan:
         return self.end == self.family.units
 
     @cached_property
+    def has_exact_products(self) -> bool:
+        """Whether ggml multiplies packed matrices exactly on this CPU, in a model that computes in float32."""
+        is_float = self.dtype == torch.float32 and self.device.type == "cpu"
+        return is_float and any(isinstance(each, PackedWeight) and each.is_exact for each in held_by(self.model))
+
+    @cached_property
     def experts_on_disk(self) -> ExpertSlots | None:
         """Slots of experts that are read from the disk when they are needed; None if all weights are in memory."""
         return next((weight.pool for weight in held_by(self.model) if isinstance(weight, SlotStack)), None)

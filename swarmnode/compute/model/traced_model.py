@@ -67,7 +67,9 @@ class ModelTrace:
     narrows: bool  # what follows the layers works on fewer positions than went in
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
     state_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # per layer, the shape of each state of one row
-    calls: Calls | None  # of layers that hand each other more than hidden states, or keep caches that are not known here
+    calls: (
+        Calls | None
+    )  # of layers that hand each other more than hidden states, or keep caches that are not known here
     state_keys: tuple[tuple[StateKey, ...], ...]  # ... and which states these are
 
 

@@ -308,6 +308,8 @@ def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
         raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
 
 
+CALLED = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_int, c_void_p)
+"""Function that a node of a graph calls: it gets the node, its thread's number, their count, and what was given with it"""
 UNARY = {
     "silu": "silu",
     "relu": "relu",
@@ -348,6 +350,7 @@ class Operators:
         self.add_chosen = make("ggml_add_id", p, p, p, p, p)
         self.clamp = make("ggml_clamp", p, p, p, c_float, c_float)
         self.keep = make("ggml_set_output", None, p)
+        self.call = make("ggml_custom_4d", p, p, c_int, n, n, n, n, p, c_int, CALLED, c_int, p)
         self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
         self.new_allocator = make("ggml_gallocr_new", p, p)

@@ -63,6 +63,43 @@ class Prepared:
         self._ggml.free(self.context)
 
 
+class ActivationParts:
+    """Memory of R rows of activations (R, I) as sums of parts in the format `form`, each the rest that the one before left, times
+    STEP."""
+
+    def __init__(self, ggml: Library, form: Format, rows: int, inputs: int) -> None:
+        self._form, self._rest_RI, self._rounded_RI = form, torch.empty(rows, inputs), torch.empty(rows, inputs)
+        plain = ACTIVATIONS["Q8_0"] if form.name == "Q8_1" else form  # no function of ggml reads Q8_1
+        self._quantise, self._dequantise = ggml.quantisers[plain.name], ggml.dequantisers[plain.name]
+        self._plain_PRB = aligned(PARTS * rows * plain.row_bytes(inputs)).view(PARTS, rows, -1)
+        self.parts_PRB = self._plain_PRB
+        if plain is not form:
+            self.parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+            blocks_PNB = self.parts_PRB.view(PARTS, -1, form.block_bytes)
+            plain_PNB = self._plain_PRB.view(PARTS, -1, plain.block_bytes)
+            self._copied = [(blocks_PNB[..., :2], plain_PNB[..., :2]), (blocks_PNB[..., 4:], plain_PNB[..., 2:])]
+            self._sums = blocks_PNB[..., 2:4].view(torch.float16).unbind()
+
+    def fill(self, x_RI: Tensor) -> Tensor:
+        """Split activations, and return the parts (PARTS, R, bytes), which the next call overwrites."""
+        self._rest_RI.copy_(x_RI)
+        rest, rounded, count = self._rest_RI.data_ptr(), self._rounded_RI.data_ptr(), x_RI.numel()
+        for part_RB in self._plain_PRB:
+            self._quantise(rest, part_RB.data_ptr(), count)
+            self._dequantise(part_RB.data_ptr(), rounded, count)
+            self._rest_RI.sub_(self._rounded_RI).mul_(STEP)
+        if (
+            self.parts_PRB is not self._plain_PRB
+        ):  # each block's sum as float16, where parts hold what those before have lost
+            for blocks, plain in self._copied:
+                blocks.copy_(plain)
+            rest_N1 = x_RI.view(-1, self._form.block).sum(dim=1, keepdim=True)
+            for sum_N1 in self._sums:
+                sum_N1.copy_(rest_N1)
+                rest_N1.sub_(sum_N1).mul_(STEP)
+        return self.parts_PRB
+
+
 P = TypeVar("P", bound=Prepared)
 
 
@@ -114,25 +151,7 @@ class _Thread(threading.local):
         last = self._last_split
         if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
             return last[2]
-        rows, inputs = x_RI.shape
-        plain = ACTIVATIONS["Q8_0"] if form.name == "Q8_1" else form  # no function of ggml reads Q8_1
-        parts_PRB = aligned(PARTS * rows * plain.row_bytes(inputs)).view(PARTS, rows, -1)
-        rest_RI, rounded_RI = x_RI.clone(), torch.empty(rows, inputs)
-        for part_RB in parts_PRB:
-            self._ggml.quantisers[plain.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
-            self._ggml.dequantisers[plain.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
-            rest_RI.sub_(rounded_RI).mul_(STEP)
-        if (
-            form.name == "Q8_1"
-        ):  # Q8_0, and the sum of each block as float16: parts hold what those before have lost of it
-            blocks_PNB = parts_PRB.view(PARTS, -1, plain.block_bytes)
-            parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
-            wider_PNB = parts_PRB.view(PARTS, -1, form.block_bytes)
-            wider_PNB[..., :2], wider_PNB[..., 4:] = blocks_PNB[..., :2], blocks_PNB[..., 2:]
-            rest_N1 = x_RI.view(-1, form.block).sum(dim=1, keepdim=True)
-            for sum_N1 in wider_PNB[..., 2:4].view(torch.float16):
-                sum_N1.copy_(rest_N1)
-                rest_N1 = (rest_N1 - sum_N1).mul_(STEP)
+        parts_PRB = ActivationParts(self._ggml, form, *x_RI.shape).fill(x_RI)
         self._last_split = x_RI.clone(), form.name, parts_PRB
         return parts_PRB
 
@@ -269,7 +288,7 @@ class GgmlMatrix:
             return torch.empty(0, self.outputs)
         recorder = threads().recorder
         if recorder is not None:
-            is_product = not self._exact and hasattr(recorder, "product")
+            is_product = hasattr(recorder, "product") and (not self._exact or self.form.activations)
             recorded_RO: Tensor = recorder.product(self, x_RI) if is_product else recorder.calling(self.multiply, x_RI)
             return recorded_RO
         if not self._exact:
@@ -309,7 +328,7 @@ class GgmlMatrix:
         return self._memory.data_ptr()
 
     def multiplies_rows_apart(self, rows: int) -> bool:
-        """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
+        """Return whether products of ggml take each of several rows apart, since ggml gives a row other bits beside others.
 
         This is tried once for each kind of matrix.
         """

@@ -170,6 +170,11 @@ class PackedWeight(_StandIn):
         return self.shape if dim is None else self.shape[dim]
 
     @property
+    def is_exact(self) -> bool:
+        """Whether ggml multiplies with the values of some part as they are."""
+        return any(isinstance(part, GgmlMatrix) and part.is_exact for part in self._parts)
+
+    @property
     def card_parts(self) -> list[CardMatrix]:
         """Parts that lie on a card."""
         return [part for part in self._parts if isinstance(part, CardMatrix)]

@@ -7,8 +7,8 @@ Which families can be captured is not known by name. After some steady steps one
 ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. If attention goes by
 position, as with fast packed weights, both must have the same bits. A replay reads all columns of the buffers, masked, so with
 many rows and long caches it may cost more than it saves. If the family's code cannot be captured, all passes stay ordinary; if
-numbers differ or the replay is slower, those of this cohort and shape. Packed models with fast products are computed by graphs of
-ggml instead (`graphs/graph_passes.py`), unless something keeps them from it, as adapters and caches in 8 bits do.
+numbers differ or the replay is slower, those of this cohort and shape. Packed models are computed by graphs of ggml instead
+(`graphs/graph_passes.py`), unless something keeps them from it, as adapters and caches in 8 bits do.
 
 Steps with guesses have several positions. On a card they are filled up to one of a few numbers of columns, since a graph has a
 fixed number and more columns cost a card next to nothing. On the CPU each number of positions has its own program.

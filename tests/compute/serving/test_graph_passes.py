@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gguf
@@ -43,16 +44,19 @@ pytestmark = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )
 ROUNDED = 0.1  # of the logits' spread: activations have 8 bits
+SAME = 1e-4  # of the logits' spread: exact products round as float32 does
 LENGTH = 40
 
 
-def llama_span(folder: Path, form: str = "Q4_0", dtype: torch.dtype = torch.float32) -> ModelSpan:
+def llama_span(
+    folder: Path, form: str = "Q4_0", dtype: torch.dtype = torch.float32, products: str = "fast"
+) -> ModelSpan:
     save_llama_gguf(folder / "tiny.gguf", form=form)
     checkpoint = pack(folder / "tiny.gguf", folder / "packed")
-    return load_span(checkpoint, 0, checkpoint.units, dtype=dtype, products="fast", check=False)
+    return load_span(checkpoint, 0, checkpoint.units, dtype=dtype, products=products, check=False)
 
 
-def family_span(model_type: str, folder: Path) -> ModelSpan:
+def family_span(model_type: str, folder: Path, *, exact: bool = False) -> ModelSpan:
     """Return a tiny model of a family whose matrices are packed in Q8_0 where their rows have whole blocks."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
@@ -68,10 +72,11 @@ def family_span(model_type: str, folder: Path) -> ModelSpan:
         is_kept = "embed" in name or name.rpartition(".")[2] in ROUTERS
         if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and not is_kept:
             rows = gguf.quantize(weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
-            matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1])
+            matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1], exact=exact)
             packed[f"{name}.weight"] = PackedWeight([matrix], torch.float32)
     hold(plain.model, packed)
-    attend_by_position(plain.model)
+    if not exact:
+        attend_by_position(plain.model)
     return ModelSpan(checkpoint.family, plain.model, 0, checkpoint.units)
 
 
@@ -133,6 +138,41 @@ def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: st
     by_torch.graphs = None
     wanted = logits(by_torch, ids_BT, [])
     assert float((whole - wanted).abs().mean() / wanted.std()) < ROUNDED
+
+
+def decoded(runner: StageRunner, texts: list[Tensor], names: list[int]) -> list[Tensor]:
+    """Return the logits of sessions that begin with 20 positions, each alone, and go on together, one position a pass."""
+    for name in names:
+        runner.open(name, rows=1, max_length=LENGTH + 8)
+        runner.run([StepInput(name, texts[name][:, :20])])
+    steps = [runner.run([StepInput(name, texts[name][:, at : at + 1]) for name in names]) for at in range(20, LENGTH)]
+    for name in names:
+        runner.close(name)
+    return [torch.cat([step[place].output for step in steps], 1) for place in range(len(names))]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "IQ4_NL", "gemma3_text", "phi", "olmo2"])
+def test_exact_steps_are_graphs_with_float32_numbers_and_equal_bits_in_company(kind: str, tmp_path: Path) -> None:
+    is_form = kind in FORMATS
+    span = llama_span(tmp_path, kind, products="exact") if is_form else family_span(kind, tmp_path, exact=True)
+    texts = [some_ids(span, seed=seed) for seed in range(3)]
+    runner = open_runner(span)
+    alone = [decoded(runner, texts, [name])[0] for name in range(3)]
+    assert graphs_of(runner).passes >= 3 * (LENGTH - 20), graphs_of(runner).refusals
+    together = decoded(runner, texts, [0, 1, 2])
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        graphs_of(runner)._spare_cores = cast(SpareCores, SimpleNamespace(count=lambda: 2))
+        for name in range(3):
+            assert torch.equal(decoded(runner, texts, [name])[0], alone[name])
+    finally:
+        torch.set_num_threads(before)
+    by_torch = open_runner(span)
+    by_torch.graphs = None
+    for wanted, got in zip(decoded(by_torch, texts, [0, 1, 2]), alone, strict=True):
+        assert float((got - wanted).abs().max() / wanted.std()) < SAME
 
 
 def test_behind_the_last_attention_a_graph_has_positions_with_logits_only(tmp_path: Path) -> None:
@@ -310,6 +350,21 @@ def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.M
     assert found == [4, 3, 4, 1, 1]
     now[0] += 0.5
     assert cores.count() == 1, "it is not asked at each pass"
+
+
+def test_a_pass_takes_as_many_threads_as_are_spare_with_the_same_bits(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    ids_BT = some_ids(span)
+    runner, before = open_runner(span), torch.get_num_threads()
+    alone = logits(runner, ids_BT, [])
+    try:
+        torch.set_num_threads(3)
+        for spare in (1, 2, 5):
+            graphs_of(runner)._spare_cores = cast(SpareCores, SimpleNamespace(count=lambda spare=spare: spare))
+            assert torch.equal(logits(runner, ids_BT, [20, 21]), alone)
+            assert threads()._threads == min(spare, 3), "a node asks while it runs"
+    finally:
+        torch.set_num_threads(before)
 
 
 def crash(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Nodes of a graph of ggml for what depends on values: routers, and products with chosen experts.
+"""Nodes of a graph of ggml for products, and for what depends on values: routers, and products with chosen experts.
 
 A row's results do not depend on the other rows of a pass. ggml's products with chosen experts take at most as many rows at once as
 leave each row's bits as they are (`GgmlStack.rows_at_once`).
@@ -7,13 +7,25 @@ leave each row's bits as they are (`GgmlStack.rows_at_once`).
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarmnode.compute.packing.ggml import BUFFER_AT, DATA_AT, EXTRA_AT, STRIDES_AT, Library, address_at, numbers_at
+from swarmnode.compute.packing.ggml import (
+    ACTIVATIONS,
+    BUFFER_AT,
+    CALLED,
+    DATA_AT,
+    EXTRA_AT,
+    STRIDES_AT,
+    Format,
+    Library,
+    address_at,
+    numbers_at,
+)
 from swarmnode.compute.packing.ggml_graph import NUMBERS, CannotBeLowered, GraphTensors, GraphValue
-from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, GgmlStack
+from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, PARTS, STEP, ActivationParts, GgmlMatrix, GgmlStack
 from swarmnode.compute.serving.graphs.operations import CONSTANT, LATE, Operation
 
 CHOICES = frozenset({"topk", "gather", "chosen_products", "add_chosen", "detach"})
@@ -30,10 +42,78 @@ class ChoiceNodes(GraphTensors):
 
     def __init__(self, ggml: Library, nodes: int) -> None:
         super().__init__(ggml, nodes)
+        self._splits: dict[tuple[str, int, int], ActivationParts] = {}  # by format, rows and inputs
+        self._failed: list[Exception] = []  # what a function that ggml called raised
         self._chosen: list[GraphValue] = []  # experts of the rows, by layer
 
     def _value(self, item: Operation) -> GraphValue:
         raise NotImplementedError
+
+    def _lower_product(self, operation: Operation) -> GraphValue:
+        x, matrix = operation.inputs
+        assert isinstance(matrix, GgmlMatrix)
+        value = self._contiguous(self._value(x))
+        rows = value.view.numel() // matrix.inputs
+        count = PARTS * rows if matrix.is_exact else rows
+        shape = (count, 1, matrix.inputs) if matrix.multiplies_rows_apart(count) else (count, matrix.inputs)
+        weight = self._ggml.new_tensor(self._context, matrix.form.number, matrix.inputs, matrix.outputs)
+        address_at(weight + DATA_AT).value = matrix.address
+        if matrix.order is not None:
+            address_at(weight + BUFFER_AT).value = matrix.order.buffer
+            address_at(weight + EXTRA_AT).value = matrix.order.extra
+        self._alive.append(matrix)
+        if not matrix.is_exact:
+            tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
+            return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
+        parts = self._parts(value, ACTIVATIONS[matrix.form.activations], rows, shape)
+        made = GraphValue(self._ggml.multiply(self._context, weight, parts), torch.empty(0, device="meta"))
+        parts_PRO = torch.empty(PARTS, rows, matrix.outputs, device="meta")
+        *others, tensor = (self._tensor(made, part_RO) for part_RO in parts_PRO)
+        for other in reversed(others):
+            rest = self._make.scale_bias(self._context, tensor, 1 / STEP, 0.0)
+            tensor = self._make.by_name["add"](self._context, other, rest)
+        return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
+
+    def _parts(self, value: GraphValue, form: Format, rows: int, shape: tuple[int, ...]) -> int:
+        """Return the node with the parts of activations (R, I), as an exact product takes them. Python computes it."""
+        key = "parts", value.base, form.name, shape
+        if key in self._views:
+            return self._views[key]
+        inputs, failed = shape[-1], self._failed
+        source = self._tensor(value, value.view.view(rows, inputs))
+        if (form.name, rows, inputs) not in self._splits:
+            self._splits[form.name, rows, inputs] = ActivationParts(self._ggml, form, rows, inputs)
+        parts, view = self._splits[form.name, rows, inputs], torch.empty(rows, inputs, device="meta")
+
+        @torch.inference_mode()
+        def split(node: int, thread: int, *_: Any) -> None:
+            if thread:  # ggml calls this in each thread
+                return
+            try:
+                parts_PRB = parts.fill(memory_of(source, view))
+                ctypes.memmove(address_at(node + DATA_AT).value or 0, parts_PRB.data_ptr(), parts_PRB.nbytes)
+            except Exception as error:  # ggml takes none
+                failed.append(error)
+
+        sizes, called = (*reversed(shape), 1, 1, 1)[:4], CALLED(split)
+        node: int = self._make.call(
+            self._context, form.number, *sizes, (ctypes.c_void_p * 1)(source), 1, called, 1, None
+        )
+        self._alive.append(called)
+        self._views[key] = node
+        return node
+
+    def _lower_linear(self, operation: Operation) -> GraphValue:
+        x, weight, bias = (*operation.inputs, None)[:3]
+        if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
+            raise CannotBeLowered("it multiplies with a matrix that is no weight")
+        value, matrix_OI = self._contiguous(self._value(x)), weight.value.contiguous()
+        outputs, inputs = matrix_OI.shape
+        rows_R1I = value.view.view(-1, 1, inputs)  # each for itself: ggml adds in another order beside others
+        tensor = self._ggml.multiply(self._context, self._leaf(matrix_OI), self._tensor(value, rows_R1I))
+        if bias is not None:
+            tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
+        return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
 
     def _lower_softmax(self, operation: Operation) -> GraphValue:
         x, dim = operation.inputs[:2]
@@ -133,7 +213,7 @@ class ChoiceNodes(GraphTensors):
 
     def chosen(self) -> list[Tensor]:
         """Return the experts (N, K) that the rows of the last pass chose, of each layer; empty for passes of many rows."""
-        return [_memory_of(each.base, each.view) for each in self._chosen]
+        return [memory_of(each.base, each.view) for each in self._chosen]
 
     def _lower_add_chosen(self, operation: Operation) -> GraphValue:
         x, index, bias = operation.inputs
@@ -144,7 +224,7 @@ class ChoiceNodes(GraphTensors):
         return self._node(tensor, value.view)
 
 
-def _memory_of(tensor: int, view: Tensor) -> Tensor:
+def memory_of(tensor: int, view: Tensor) -> Tensor:
     """Return the memory of one of ggml's tensors as a tensor of torch, with the sizes and strides of a view: float32 or int32."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     kind, dtype = (ctypes.c_float, torch.float32) if view.is_floating_point() else (ctypes.c_int32, torch.int32)

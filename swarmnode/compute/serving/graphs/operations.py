@@ -120,7 +120,8 @@ class SpanTrace:
     """Recorded operations of units [start, end) of a span, and what they give: None if only caches are written.
 
     `windows` has the window of each layer's attention, None if it sees everything. `between` are the hidden states that go from
-    layer to layer: they are rounded to the model's number format, as on their way to another machine.
+    layer to layer: they are rounded to the model's number format, as on their way to another machine. `is_exact`: packed products
+    are exact.
     """
 
     operations: list[Operation]
@@ -128,6 +129,7 @@ class SpanTrace:
     inputs: dict[str, Operation]
     windows: dict[int, int | None]
     between: set[Operation]
+    is_exact: bool = False
 
     def __repr__(self) -> str:
         return f"SpanTrace({len(self.operations)} operations, {len(self.windows)} layers)"
@@ -168,7 +170,10 @@ class Rope(NamedTuple):
 
 def fuse(trace: SpanTrace) -> None:
     """Replace patterns of operations by one operation each: norms of the root of mean squares, rotary embeddings of halves, and
-    gated activations. What nothing needs is left out."""
+    gated activations. What nothing needs is left out.
+
+    Beside exact products there are no rotary embeddings of ggml, whose angles differ from torch's in the last bits, and no GELU of
+    ggml, which reads a table in float16."""
     ropes: dict[tuple[Operation, Operation], Rope | None] = {}
     for operation in trace.operations:
         if operation.stage != LATE:
@@ -187,7 +192,12 @@ def fuse(trace: SpanTrace) -> None:
                     operation.name, operation.inputs, operation.function = "rms_norm", (x, epsilon), None
                     break
                 name = activation(x)
-                if name and other.stage == LATE and x.inputs[0].value.shape == other.value.shape:
+                if (
+                    name
+                    and not (trace.is_exact and name == "gelu")
+                    and other.stage == LATE
+                    and x.inputs[0].value.shape == other.value.shape
+                ):
                     operation.name, operation.inputs = "gated", (x.inputs[0], other, name)
                     operation.function = None
                     break
@@ -197,7 +207,7 @@ def fuse(trace: SpanTrace) -> None:
             same = {(part.stage, part.value.shape) for part in parts} == {(LATE, operation.value.shape)}
             if same and len(parts) == operation.inputs[1] and (*operation.inputs, 0)[2] % dims == axis % dims:
                 operation.name, operation.inputs, operation.pick = "detach", (parts[operation.pick],), None
-        elif operation.name == "add" and len(operation.inputs) == 2:
+        elif operation.name == "add" and len(operation.inputs) == 2 and not trace.is_exact:
             _fuse_rope(trace, operation, ropes)
     needed = trace.needed(lambda each: each.stage != LATE)
     trace.operations = [operation for operation in trace.operations if operation in needed]

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from swarmnode.compute.packing.ggml import (
     BINARY,
-    BUFFER_AT,
     DATA_AT,
-    EXTRA_AT,
     SIZES_AT,
     STRIDES_AT,
     UNARY,
@@ -33,7 +31,7 @@ from swarmnode.compute.packing.ggml import (
     numbers_at,
 )
 from swarmnode.compute.packing.ggml_graph import F16, F32, NEOX, NUMBERS, CannotBeLowered, GraphValue
-from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, threads
+from swarmnode.compute.packing.ggml_matrix import threads
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.graphs.graph_choices import CHOICES, ChoiceNodes
 from swarmnode.compute.serving.graphs.operations import (
@@ -84,7 +82,7 @@ class SpanGraph(ChoiceNodes):
         ggml = library()
         assert ggml is not None
         parts = rows * -(-count // QUERIES) if count >= SIDE_BY_SIDE else 1  # of attention
-        nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
+        nodes = 6 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
         super().__init__(ggml, nodes)
         self._trace, self._dtype = trace, dtype
         self.rows, self.count = rows, count
@@ -275,7 +273,17 @@ class SpanGraph(ChoiceNodes):
         return self._node(power, view)
 
     def _lower_gelu(self, operation: Operation) -> GraphValue:
-        return self._unary(activation(operation), operation.inputs[0])
+        if activation(operation) == "gelu_erf" or not self._trace.is_exact:
+            return self._unary(activation(operation), operation.inputs[0])
+        (x, view), context, make = (
+            self._in_rows(self._contiguous(self._value(operation.inputs[0]))),
+            self._context,
+            self._make,
+        )
+        factor = math.sqrt(2 / math.pi)  # x / 2 (1 + tanh(factor (x + 0.044715 x^3)))
+        inner = make.scale_bias(context, make.by_name["mul"](context, x, x), 0.044715 * factor, factor)
+        turned = make.by_name["tanh"](context, make.by_name["mul"](context, inner, x))
+        return self._node(make.by_name["mul"](context, make.scale_bias(context, turned, 0.5, 0.5), x), view)
 
     def _lower_rms_norm(self, operation: Operation) -> GraphValue:
         tensor, view = self._in_rows(self._value(operation.inputs[0]))
@@ -376,34 +384,6 @@ class SpanGraph(ChoiceNodes):
             *(1.0, 1.0, 0.0, rope.factor, 32.0, 1.0),
         )
         return self._node(tensor, torch.empty(rows, count, heads, width, device="meta").transpose(1, 2))
-
-    def _lower_product(self, operation: Operation) -> GraphValue:
-        x, matrix = operation.inputs
-        assert isinstance(matrix, GgmlMatrix)
-        value = self._contiguous(self._value(x))
-        rows = value.view.numel() // matrix.inputs
-        apart = matrix.multiplies_rows_apart(rows)
-        shape = (rows, 1, matrix.inputs) if apart else (rows, matrix.inputs)
-        weight = self._ggml.new_tensor(self._context, matrix.form.number, matrix.inputs, matrix.outputs)
-        address_at(weight + DATA_AT).value = matrix.address
-        if matrix.order is not None:
-            address_at(weight + BUFFER_AT).value = matrix.order.buffer
-            address_at(weight + EXTRA_AT).value = matrix.order.extra
-        self._alive.append(matrix)
-        tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
-        return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
-
-    def _lower_linear(self, operation: Operation) -> GraphValue:
-        x, weight, bias = (*operation.inputs, None)[:3]
-        if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
-            raise CannotBeLowered("it multiplies with a matrix that is no weight")
-        value, matrix_OI = self._contiguous(self._value(x)), weight.value.contiguous()
-        outputs, inputs = matrix_OI.shape
-        rows_R1I = value.view.view(-1, 1, inputs)  # each for itself: ggml adds in another order beside others
-        tensor = self._ggml.multiply(self._context, self._leaf(matrix_OI), self._tensor(value, rows_R1I))
-        if bias is not None:
-            tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
-        return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
 
     def _lower_detach(self, operation: Operation) -> GraphValue:
         return self._value(operation.inputs[0])
@@ -554,6 +534,8 @@ class SpanGraph(ChoiceNodes):
         values.update(self._shared)
         for graph, step in itertools.zip_longest(self._graphs, self._steps):
             threads().compute_graph(graph, most_threads)
+            if self._failed:
+                raise RuntimeError("activations could not be split for exact products") from self._failed.pop()
             if step is not None:
                 step.run(cohort, values, is_checked=is_checked)
                 for operation in step.outputs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swarmnode.compute.model.attention import attending_by_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack, threads
@@ -178,12 +179,12 @@ class _Recording(TorchDispatchMode):
     def calling(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Record a look-up of rows. Raises CannotBeLowered for a product that takes several steps."""
         if function.__name__ != "rows":
-            raise CannotBeLowered("its products are no fast ones")
+            raise CannotBeLowered("its products are none of ggml")
         value: Tensor = self._paused(lambda: function(x))
         return self._result(Operation("rows", function, (self.of(x),), value=value, stage=INPUT), value)
 
     def product(self, matrix: GgmlMatrix, x_RI: Tensor) -> Tensor:
-        """Record the fast product (R, O) of a matrix."""
+        """Record ggml's product (R, O) of a matrix."""
         value = self._paused(lambda: torch.zeros(len(x_RI), matrix.outputs))
         return self._result(Operation("product", None, (self.of(x_RI), matrix), value=value, stage=LATE), value)
 
@@ -266,8 +267,10 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
     for rows, count, kept, past in ((2, 5, 3, longest + 90), (3, 11, 4, max(longest, LONG_PAST) + 203)):
         most = past if span.position_limit is None else span.position_limit - count  # a table has no more positions
         sizes = sizes_of(rows, count, kept, min(past, most))
-        passes.append((_record(span, start, end, windows, sizes, is_empty=is_empty), sizes))
+        with attending_by_position(span.model):
+            passes.append((_record(span, start, end, windows, sizes, is_empty=is_empty), sizes))
     first_trace, first_sizes = passes[0]
+    first_trace.is_exact = not span.has_same_bits
     second_trace, second_sizes = passes[1]
     first, second = first_trace.operations, second_trace.operations
     if len(first) != len(second) or first_trace.windows != second_trace.windows:
