@@ -174,10 +174,12 @@ WHOLE: dict[str, dict[str, Any]] = {
                                                 "full_attention": None}},
     "xmod": {**COMMON, **DECODER, "default_language": "en_XX"},
     "qwen4_exp_text": {**COMMON, **DELTA, **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "hc_count": 2,
-                       "hc_lowrank": 8, "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
+                       "hc_lowrank": 8,
+                       "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
                        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
                        "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 8, "ngram_size": 2, "heads_per_ngram": 2,
-                       "eos_token_id": 1, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
+                       "eos_token_id": 1, "ngram_vocab_size_base": 50,
+                       "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
 }  # fmt: skip
 
 REFUSED: dict[str, str] = {

@@ -118,7 +118,7 @@ class Family(ModelTrace):
         return range(first, max(first, min(end - 1, count)))
 
     def computed_again(self) -> Family | None:
-        """Return the family as one without caches, whose passes compute all positions again; None if its calls cannot be followed."""
+        """Return the family without caches, whose passes compute all positions again; None if its calls cannot be followed."""
         found = None if self.calls is not None else trace_again(self.model_class, self.config)
         return None if found is None else Family(**vars(found), model_class=self.model_class, config=self.config)
 
@@ -200,7 +200,6 @@ class Family(ModelTrace):
             return (head,)
         return (0, head)
 
-
     def _units_of_carried(self, name: str) -> tuple[int, ...]:
         """Return the units that need a tensor of a model whose calls are followed: modules that belong to no unit are in all."""
         assert self.calls is not None
@@ -267,12 +266,12 @@ def trains_whole(config: Any) -> bool:
 
 
 def check_trains_at_layers(family: Family) -> None:
-    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is served in
-    spans of layers, and trained as a graph."""
+    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is
+    served in spans of layers, and trained as a graph."""
     if family.calls is not None:
         raise CheckpointError(
-            f"{family.model_class.__name__} hands more than hidden states from layer to layer, which training and tuning in layers do "
-            "not follow; choose another model"
+            f"{family.model_class.__name__} computes all positions again in each pass, which training and tuning in layers do not "
+            "follow; choose another model"
         )
     if family.keeps_states:
         raise CheckpointError(
@@ -310,8 +309,8 @@ def language_config(config: Any) -> Any:
 
 
 def _mapped_class(config: Any) -> Any:
-    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a type
-    of the same family if that class takes this config. None if there is none."""
+    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a
+    type of the same family if that class takes this config. None if there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -117,7 +117,9 @@ def tiny_config(config: Any) -> Any:
     kinds = next((each for name in LAYER_KINDS if len(each := list(getattr(config, name, None) or ())) >= count), [])
     kept = _kept_layers(kinds, count, getattr(config, "num_kv_shared_layers", None) or 0)
     for kind in set(kinds):
-        for name in [name for name, value in known.items() if value == [at for at in range(count) if kinds[at] == kind]]:
+        for name in [
+            name for name, value in known.items() if value == [at for at in range(count) if kinds[at] == kind]
+        ]:
             setattr(tiny, name, [place for place, layer in enumerate(kept) if kinds[layer] == kind])
     for name, value in known.items():
         if isinstance(value, (list, tuple)) and len(value) == count and not name.endswith("token_id"):
@@ -155,11 +157,14 @@ def tiny_config(config: Any) -> Any:
     # Sizes that families derive from the others.
     if getattr(config, "attention_hidden_size", None):
         tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
-        tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
+        if known.get("attention_head_dim"):
+            tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
     if getattr(config, "mamba_headdim", None):
         tiny.mamba_headdim = inner // tiny.n_mamba_heads
     turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
-    if getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2:  # at least one pair of a head's numbers is rotated
+    if (
+        getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2
+    ):  # at least one pair of a head's numbers is rotated
         tiny.head_dim = int(2 / turned)
         if known.get("qk_rope_head_dim"):
             tiny.qk_rope_head_dim = 2

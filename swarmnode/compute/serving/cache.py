@@ -389,7 +389,9 @@ class CachePool:
     def _count_row_bytes(self, layers: range, columns: int) -> int:
         """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
         kept = largest = 0
-        if (calls := self.span.family.calls) is not None:  # the inputs of the first layer are kept, and copied as a whole
+        if (
+            calls := self.span.family.calls
+        ) is not None:  # the inputs of the first layer are kept, and copied as a whole
             return 2 * columns * max(calls.width * self.span.dtype.itemsize, ID_BYTES)
         for layer in layers:
             window, size = self.windows.get(layer), self.span.dtype.itemsize

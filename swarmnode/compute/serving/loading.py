@@ -120,7 +120,11 @@ def check_family(family: Family) -> Family:
     name, problem = family.model_class.__name__, ""
     with tried(family) as tiny:
         again = None if tiny.calls is not None else tiny.computed_again()
-        ways = [(tiny, False), *([(tiny, True)] if family.keeps_states else []), *([] if again is None else [(again, False)])]
+        ways = [
+            (tiny, False),
+            *([(tiny, True)] if family.keeps_states else []),
+            *([] if again is None else [(again, False)]),
+        ]
         for way, singly in ways:
             try:
                 error = _largest_difference(way, singly)
@@ -149,7 +153,9 @@ def _largest_difference(family: Family, singly: bool) -> float:
     takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
     positions = {"position_ids": positions_BT} if takes_positions else {}
     if family.calls is not None:  # such families need not know padding
-        rows = [whole(input_ids=ids_BT[row : row + 1, skip:], use_cache=False).logits[0] for row, skip in enumerate(PADDING)]
+        rows = [
+            whole(input_ids=ids_BT[row : row + 1, skip:], use_cache=False).logits[0] for row, skip in enumerate(PADDING)
+        ]
         expected_BTV = torch.stack([functional.pad(each, (0, 0, LENGTH - len(each), 0)) for each in rows])
     else:
         expected_BTV = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
