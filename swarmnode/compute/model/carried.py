@@ -128,8 +128,10 @@ class Calls:
         return frozenset(name for name, _ in self.layers)
 
     def is_plain(self, hidden: int) -> bool:
-        """Return whether each layer runs once, and only `hidden` numbers of a position cross."""
-        return self.width == hidden and len(self.names) == len(self.layers)
+        """Return whether each layer runs once, and only `hidden` numbers of a position cross between layers. Positions that an
+        indexer chose do not count: most layers choose their own."""
+        widths = {sum(place.width for place in places if not place.is_whole) for places in self.live[1:]}
+        return widths == {hidden} and len(self.names) == len(self.layers)
 
 
 _NUMBERED = re.compile(r"(.*?\.?\d+)\.")

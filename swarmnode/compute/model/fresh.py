@@ -107,10 +107,11 @@ def tiny_model(tiny: Family) -> Any:
 
 def tiny_config(config: Any) -> Any:
     """Return a copy of `config` with few and small layers that keeps every switch and the kinds of layers."""
-    known, config = config.to_dict(), copy.deepcopy(config)
-    own = known.pop("per_layer_config", None)  # sizes that some layers have for themselves
+    written, config = config.to_dict(), copy.deepcopy(config)
+    own = written.pop("per_layer_config", None)  # sizes that some layers have for themselves
     if own is not None:
         config.per_layer_config = None
+    known = {name: getattr(config, name, value) for name, value in written.items()}  # some are written in another way
     tiny = copy.deepcopy(config)
     names = [name for name in LAYER_COUNTS if isinstance(known.get(name), int)]
     count = config.num_hidden_layers if not names else known[names[0]]
@@ -199,7 +200,7 @@ def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:
         sharing = {kind: [layer for layer in own if layer >= first_shared] for kind, own in places.items()}
         return sorted(
             {own[0] for own in sharing.values() if own}
-            | {[layer for layer in own if layer < first_shared][-1] for own in places.values()}
+            | {layer for own in places.values() for layer in [each for each in own if each < first_shared][-1:]}
         )
     for own in places.values() if len(places) > 1 else ():
         kept |= set([layer for layer in own if layer not in kept][: max(0, 2 - len(kept & set(own)))])
