@@ -186,17 +186,12 @@ WHOLE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 REFUSED: dict[str, str] = {
-    "rwkv": "no recurrent state of its own that can be followed",
-    "recurrent_gemma": "no recurrent state of its own that can be followed",
-    "xlstm": "cannot be looked into",
-    "deepseek_v4": "compressed_sparse_attention",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
     "gemma3": "images or sound",
     "llama4": "images or sound",
     "qwen2_vl": "images or sound",
     "bert": "",
-    "gemma3n_text": "",
     "vit": "not a causal language model",
     "mixtral": "set it to false in config.json",
 }

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from swarmnode.compute.model.carried import is_of_other_media, is_one_of
+from swarmnode.compute.carried import is_of_other_media, is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model

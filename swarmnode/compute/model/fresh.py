@@ -155,22 +155,7 @@ def tiny_config(config: Any) -> Any:
             tiny.mamba_d_ssm = inner
     elif hasattr(config, "state_size") and hasattr(config, "num_heads"):
         tiny.num_heads = inner // tiny.head_dim
-    # Sizes that families derive from the others.
-    if getattr(config, "attention_hidden_size", None):
-        tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
-        if known.get("attention_head_dim"):
-            tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
-    if getattr(config, "mamba_headdim", None):
-        tiny.mamba_headdim = inner // tiny.n_mamba_heads
-    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
-    if (
-        getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2
-    ):  # at least one pair of a head's numbers is rotated
-        tiny.head_dim = int(2 / turned)
-        if known.get("qk_rope_head_dim"):
-            tiny.qk_rope_head_dim = 2
-    if known.get("qk_head_dim"):
-        tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
+    _derive_sizes(tiny, config, known, inner)
     if own is not None:
         layers = {int(layer): sizes for layer, sizes in own.items()}
         tiny.per_layer_config = {
@@ -188,6 +173,26 @@ def tiny_config(config: Any) -> Any:
         tiny.pad_token_id = 0
     tiny.dtype = None
     return tiny
+
+
+def _derive_sizes(tiny: Any, config: Any, known: dict[str, Any], inner: int) -> None:
+    """Set the sizes of a tiny config that families derive from others. `known` are the values of `config`, and `inner` is the
+    width of state-space layers."""
+    if getattr(config, "attention_hidden_size", None):
+        tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
+        if known.get("attention_head_dim"):
+            tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
+    if getattr(config, "mamba_headdim", None):
+        tiny.mamba_headdim = inner // tiny.n_mamba_heads
+    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
+    if (
+        getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2
+    ):  # at least one pair of a head's numbers is rotated
+        tiny.head_dim = int(2 / turned)
+        if known.get("qk_rope_head_dim"):
+            tiny.qk_rope_head_dim = 2
+    if known.get("qk_head_dim"):
+        tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
 
 
 def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:

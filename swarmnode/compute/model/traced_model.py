@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from swarmnode.compute.model.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
+from swarmnode.compute.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError

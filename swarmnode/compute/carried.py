@@ -57,8 +57,8 @@ OF_THE_FIRST = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
+class Crossing:
+    """Crossing of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
 
     `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order.
     """
@@ -100,7 +100,7 @@ class Calls:
     embedding: frozenset[str]
     head: frozenset[str]
     results: dict[Source, Result]
-    live: tuple[tuple[Place, ...], ...]
+    live: tuple[tuple[Crossing, ...], ...]
     tied: dict[str, str]  # parameters of layers that are others'
 
     def held(self, first: int, end: int) -> frozenset[str]:
@@ -205,6 +205,22 @@ def _call(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     ]
 
 
+def _repeat(like: Result, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[dict[Any, Any]]]:
+    """Return the result of a traced call, and what it wrote into tables, as that of another call with these arguments."""
+    leaves = [leaf.new_empty(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in like.leaves]
+    return _fill(leaves, like.tree, args, kwargs)
+
+
+def _fill(
+    leaves: Sequence[Any], tree: TreeSpec, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, list[dict[Any, Any]]]:
+    """Return a call's result that has these leaves, and the entries that it writes into the tables among the arguments."""
+    result, written = tree_unflatten(list(leaves), tree)
+    for table, entries in zip(_tables(args, kwargs), written, strict=True):
+        table.update(entries)
+    return result, written
+
+
 def find_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's layers: the modules in its outermost lists, except lists with few parameters."""
     lists: dict[str, int] = {}
@@ -228,18 +244,11 @@ def trace_calls(model: Any) -> Calls:
     """
     names = find_layers(model)
     inside = tuple(f"{name}." for name in names)
-    outside = [
-        name
-        for name, module in model.named_modules()
-        if name not in names
-        and not name.startswith(inside)
-        and not any(each.startswith(f"{name}." if name else "") for each in names)
-        and next(module.parameters(recurse=False), None) is not None
-    ]
+    outside = _outside(model, names)
     mode, counts = _Sources(), Counter[str]()
     order: list[Source] = []
     results: dict[Source, Result] = {}
-    seen: dict[Any, tuple[list[Any], TreeSpec]] = {}  # like calls are made once
+    seen: dict[Any, Result] = {}  # like calls are made once
     reads: list[Sources] = []  # by call: what the family's code hands to it
     times: dict[str, set[int]] = {}  # of modules outside: numbers of calls before them
     constant: set[str] = set()  # modules outside that depend on no id
@@ -260,22 +269,17 @@ def trace_calls(model: Any) -> Calls:
             mode.follows = False
             like = _likeness(model.get_submodule(name), args, kwargs) if is_layer else None
             try:
-                if like in seen:
-                    leaves, tree = seen[like]
-                    leaves = [leaf.new_empty(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                    result, written = tree_unflatten(leaves, tree)
-                    for table, entries in zip(_tables(args, kwargs), written, strict=True):
-                        table.update(entries)
-                else:
-                    result, written = _call(forward, args, kwargs)
+                result, written = (
+                    _call(forward, args, kwargs) if like not in seen else _repeat(seen[like], args, kwargs)
+                )
             except RuntimeError:  # experts that want real numbers
                 result, written = next(_leaves((args, kwargs))).clone(), [{} for _ in _tables(args, kwargs)]
             finally:
                 mode.follows = True
             leaves, tree = tree_flatten((result, written))
-            if is_layer:
-                seen[like] = leaves, tree
             results[source] = Result(tuple(leaves), tree)
+            if is_layer:
+                seen[like] = results[source]
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     mode.known[id(leaf)] = leaf, frozenset([(source, number)])
@@ -301,27 +305,48 @@ def trace_calls(model: Any) -> Calls:
     if not order:
         raise CallsUnknown("no layer of its lists runs")
     reads.append(mode.of(output.logits))
-    count, numbers = len(order), {source: number for number, source in enumerate(order)}
-    live: list[tuple[Place, ...]] = []
-    for boundary in range(count + 1):
-        needed = frozenset[tuple[Source, int]]().union(*reads[boundary:])
-        crossing = sorted(
-            (numbers.get(source, -1), source, leaf) for source, leaf in needed if numbers.get(source, -1) < boundary
-        )
-        # The hidden states of the call before lead.
-        live.append(tuple(_place(source, leaf, results[source]) for _, source, leaf in reversed(crossing)))
+    count = len(order)
     return Calls(
         layers=tuple(order),
         embedding=frozenset(name for name, at in times.items() if at == {0}) - constant,
         head=frozenset(name for name, at in times.items() if at == {count}),
         results=results,
-        live=tuple(live),
+        live=_live(order, reads, results),
         tied={
             target: source
             for target, source in model.all_tied_weights_keys.items()
             if target.startswith(inside) and source.startswith(inside)
         },
     )
+
+
+def _live(
+    order: Sequence[Source], reads: Sequence[Sources], results: dict[Source, Result]
+) -> tuple[tuple[Crossing, ...], ...]:
+    """Return the tensors that cross before each call, and behind the last one. `reads` are what each call and the head read."""
+    numbers = {source: number for number, source in enumerate(order)}
+    live: list[tuple[Crossing, ...]] = []
+    for boundary in range(len(order) + 1):
+        needed = frozenset[tuple[Source, int]]().union(*reads[boundary:])
+        crossing = sorted(
+            (numbers.get(source, -1), source, leaf) for source, leaf in needed if numbers.get(source, -1) < boundary
+        )
+        # The hidden states of the call before lead.
+        live.append(tuple(_place(source, leaf, results[source]) for _, source, leaf in reversed(crossing)))
+    return tuple(live)
+
+
+def _outside(model: Any, names: Sequence[str]) -> list[str]:
+    """Return the names of the modules with weights of their own that are not in the layers `names`, nor hold them."""
+    inside = tuple(f"{name}." for name in names)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name not in names
+        and not name.startswith(inside)
+        and not any(each.startswith(f"{name}." if name else "") for each in names)
+        and next(module.parameters(recurse=False), None) is not None
+    ]
 
 
 def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -338,7 +363,7 @@ def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return settings, tuple(tuple(each.shape) for each in layer.parameters()), told, numbers, str(tree)
 
 
-def _place(source: Source, number: int, result: Result) -> Place:
+def _place(source: Source, number: int, result: Result) -> Crossing:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
     rows, positions = _dimensions(sizes)
@@ -349,7 +374,7 @@ def _place(source: Source, number: int, result: Result) -> Place:
         sizes[positions : positions + 1] = streams, POSITIONS
         rows, positions = rows + (rows > positions), positions + 1
     others = tuple(size for at, size in enumerate(sizes) if at not in (rows, positions))
-    return Place(source, number, rows, positions, others, streams, not leaf.is_floating_point())
+    return Crossing(source, number, rows, positions, others, streams, not leaf.is_floating_point())
 
 
 def _dimensions(sizes: Sequence[int]) -> tuple[int | None, int | None]:
@@ -364,7 +389,7 @@ class _Left(BaseException):
     """The last call of a range of units has returned. The family's forward is left here, whatever errors it handles."""
 
 
-class Absent(nn.Module):
+class LeftOut(nn.Module):
     """Stand-in for a module that is not held. The family's code may read the attributes of the missing one, without its weights."""
 
     def __init__(self, missing: nn.Module) -> None:
@@ -416,11 +441,8 @@ class Carrier:
             if result is None:
                 return forward(*args, **kwargs)
             if self._start > 0 and (number is None or number < self._start - 1):
-                leaves = [self._given(source, at, leaf) for at, leaf in enumerate(result.leaves)]
-                output, written = tree_unflatten(leaves, result.tree)
-                for table, entries in zip(_tables(args, kwargs), written, strict=True):
-                    table.update(entries)
-                return output
+                given = tuple(self._given(source, at, leaf) for at, leaf in enumerate(result.leaves))
+                return _fill(given, result.tree, args, kwargs)[0]
             output, written = _call(forward, args, kwargs)
             self._note(source, (output, written))
             return output
@@ -474,7 +496,7 @@ class Carrier:
             self._returned = {}
 
 
-def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tensor:
+def pack(tensors: Iterable[Tensor], places: Sequence[Crossing], width: int) -> Tensor:
     """Return live tensors side by side as packed_BTW, behind them zeros up to `width`.
 
     A whole number becomes the signs of its bits, as large as the largest number of its position, so that a codec keeps them.
@@ -500,7 +522,7 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tens
     return nn.functional.pad(packed_BTW, (0, width - packed_BTW.shape[-1]))
 
 
-def unpack(packed_BTW: Tensor, places: Sequence[Place]) -> dict[tuple[Source, int], Tensor]:
+def unpack(packed_BTW: Tensor, places: Sequence[Crossing]) -> dict[tuple[Source, int], Tensor]:
     """Return the live tensors of packed_BTW by their places; see `pack`."""
     found: dict[tuple[Source, int], Tensor] = {}
     at = 0
