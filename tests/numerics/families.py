@@ -157,6 +157,14 @@ HALF: dict[str, Any] = {**DECODER, "encoder_layers": 4, "decoder_layers": 4, "en
                         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32,
                         "vocab_size": 64, "max_position_embeddings": 64}  # fmt: skip
 
+QWEN4: dict[str, Any] = {**COMMON, **DELTA, **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "hc_count": 2,
+                       "hc_lowrank": 8,
+                       "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
+                       "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                       "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 8, "ngram_size": 2, "heads_per_ngram": 2,
+                       "eos_token_id": 1, "ngram_vocab_size_base": 50,
+                       "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1}  # fmt: skip
+
 # Whole configs of families whose default config cannot be made small by changing sizes alone.
 WHOLE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "mbart", "mvp", "pegasus", "plbart"), HALF),
@@ -173,25 +181,17 @@ WHOLE: dict[str, dict[str, Any]] = {
                             "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                                                 "full_attention": None}},
     "xmod": {**COMMON, **DECODER, "default_language": "en_XX"},
-    "qwen4_exp_text": {**COMMON, **DELTA, **EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16, "hc_count": 2,
-                       "hc_lowrank": 8, "layer_types": ["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
-                       "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-                       "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 8, "ngram_size": 2, "heads_per_ngram": 2,
-                       "eos_token_id": 1, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp": {"text_config": QWEN4},
 }  # fmt: skip
 
 REFUSED: dict[str, str] = {
-    "rwkv": "no recurrent state of its own that can be followed",
-    "recurrent_gemma": "no recurrent state of its own that can be followed",
-    "xlstm": "cannot be looked into",
-    "deepseek_v4": "compressed_sparse_attention",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
     "gemma3": "images or sound",
     "llama4": "images or sound",
     "qwen2_vl": "images or sound",
     "bert": "",
-    "gemma3n_text": "",
     "vit": "not a causal language model",
     "mixtral": "set it to false in config.json",
 }
@@ -218,7 +218,7 @@ def causal_config(model_type: str) -> Any:
     if model_type in FAMILIES or model_type in RECURRENT:
         return tiny_config(model_type)
     if model_type in WHOLE:
-        return CONFIG_MAPPING[model_type](**WHOLE[model_type])
+        return language_config(CONFIG_MAPPING[model_type](**WHOLE[model_type]))
     config = language_config(CONFIG_MAPPING[model_type]())
     for name, value in DECODER.items():
         if hasattr(config, name):

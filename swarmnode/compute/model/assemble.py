@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarmnode.compute.model.carried import Absent as AbsentLayer
-from swarmnode.compute.model.carried import Calls, Carrier, is_of_other_media
+from swarmnode.compute.carried import Calls, Carrier, LeftOut, is_of_other_media
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family, own_name
 from swarmnode.compute.model.lean import lean
@@ -108,7 +107,7 @@ def _cut_class(family: Family, start: int, end: int, packed: Packed) -> type[Any
 def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> None:
     for name in [name for name, _ in model.named_modules() if is_of_other_media(f"{name}.")]:
         if not is_of_other_media(f"{name.rpartition('.')[0]}."):
-            model.set_submodule(name, AbsentLayer(model.get_submodule(name)))
+            model.set_submodule(name, LeftOut(model.get_submodule(name)))
     if family.calls is not None:
         _cut_calls(model, family, family.calls, start, end)
         hold(model, packed)
@@ -154,7 +153,7 @@ def _cut_calls(model: Any, family: Family, calls: Calls, start: int, end: int) -
     held = set(calls.held(max(start - 1, 0), end - 1)) | (calls.head if has_head else set())
     held |= calls.embedding if start == 0 else {family.input_embedding} if has_head and family.tied else set()
     for name in sorted((calls.names | calls.embedding | calls.head) - held):
-        model.set_submodule(name, AbsentLayer(model.get_submodule(name)))
+        model.set_submodule(name, LeftOut(model.get_submodule(name)))
     _keep_ties(model)
     model.carrier = Carrier(model, calls)
 

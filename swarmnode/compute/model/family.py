@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from swarmnode.compute.model.carried import is_of_other_media, is_one_of
+from swarmnode.compute.carried import is_of_other_media, is_one_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model
@@ -118,7 +118,7 @@ class Family(ModelTrace):
         return range(first, max(first, min(end - 1, count)))
 
     def computed_again(self) -> Family | None:
-        """Return the family as one without caches, whose passes compute all positions again; None if its calls cannot be followed."""
+        """Return the family without caches, whose passes compute all positions again; None if its calls cannot be followed."""
         found = None if self.calls is not None else trace_again(self.model_class, self.config)
         return None if found is None else Family(**vars(found), model_class=self.model_class, config=self.config)
 
@@ -266,12 +266,12 @@ def trains_whole(config: Any) -> bool:
 
 
 def check_trains_at_layers(family: Family) -> None:
-    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is served in
-    spans of layers, and trained as a graph."""
+    """Raise CheckpointError if a model keeps recurrent states, or its layers hand each other more than hidden states: it is
+    served in spans of layers, and trained as a graph."""
     if family.calls is not None:
         raise CheckpointError(
-            f"{family.model_class.__name__} hands more than hidden states from layer to layer, which training and tuning in layers do "
-            "not follow; choose another model"
+            f"{family.model_class.__name__} computes all positions again in each pass, which training and tuning in layers do not "
+            "follow; choose another model"
         )
     if family.keeps_states:
         raise CheckpointError(
@@ -309,8 +309,8 @@ def language_config(config: Any) -> Any:
 
 
 def _mapped_class(config: Any) -> Any:
-    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a type
-    of the same family if that class takes this config. None if there is none."""
+    """Return transformers' class of the causal language model of a config: the one that it names for the config's type, or for a
+    type of the same family if that class takes this config. None if there is none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -107,10 +107,11 @@ def tiny_model(tiny: Family) -> Any:
 
 def tiny_config(config: Any) -> Any:
     """Return a copy of `config` with few and small layers that keeps every switch and the kinds of layers."""
-    known, config = config.to_dict(), copy.deepcopy(config)
-    own = known.pop("per_layer_config", None)  # sizes that some layers have for themselves
+    written, config = config.to_dict(), copy.deepcopy(config)
+    own = written.pop("per_layer_config", None)  # sizes that some layers have for themselves
     if own is not None:
         config.per_layer_config = None
+    known = {name: getattr(config, name, value) for name, value in written.items()}  # some are written in another way
     tiny = copy.deepcopy(config)
     names = [name for name in LAYER_COUNTS if isinstance(known.get(name), int)]
     count = config.num_hidden_layers if not names else known[names[0]]
@@ -154,21 +155,7 @@ def tiny_config(config: Any) -> Any:
             tiny.mamba_d_ssm = inner
     elif hasattr(config, "state_size") and hasattr(config, "num_heads"):
         tiny.num_heads = inner // tiny.head_dim
-    # Sizes that families derive from the others.
-    if getattr(config, "attention_hidden_size", None):
-        tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
-        tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
-    if getattr(config, "mamba_headdim", None):
-        tiny.mamba_headdim = inner // tiny.n_mamba_heads
-    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
-    if (
-        getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2
-    ):  # at least one pair of a head's numbers is rotated
-        tiny.head_dim = int(2 / turned)
-        if known.get("qk_rope_head_dim"):
-            tiny.qk_rope_head_dim = 2
-    if known.get("qk_head_dim"):
-        tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
+    _derive_sizes(tiny, config, known, inner)
     if own is not None:
         layers = {int(layer): sizes for layer, sizes in own.items()}
         tiny.per_layer_config = {
@@ -188,6 +175,26 @@ def tiny_config(config: Any) -> Any:
     return tiny
 
 
+def _derive_sizes(tiny: Any, config: Any, known: dict[str, Any], inner: int) -> None:
+    """Set the sizes of a tiny config that families derive from others. `known` are the values of `config`, and `inner` is the
+    width of state-space layers."""
+    if getattr(config, "attention_hidden_size", None):
+        tiny.attention_hidden_size = config.attention_hidden_size * tiny.hidden_size // config.hidden_size
+        if known.get("attention_head_dim"):
+            tiny.attention_head_dim = tiny.attention_hidden_size // tiny.num_attention_heads
+    if getattr(config, "mamba_headdim", None):
+        tiny.mamba_headdim = inner // tiny.n_mamba_heads
+    turned = min((rope.get("partial_rotary_factor") or 1.0 for rope in ropes(tiny)), default=1.0)
+    if (
+        getattr(tiny, "head_dim", None) and tiny.head_dim * turned < 2
+    ):  # at least one pair of a head's numbers is rotated
+        tiny.head_dim = int(2 / turned)
+        if known.get("qk_rope_head_dim"):
+            tiny.qk_rope_head_dim = 2
+    if known.get("qk_head_dim"):
+        tiny.qk_head_dim = tiny.qk_rope_head_dim + tiny.qk_nope_head_dim
+
+
 def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:
     """Return the numbers of the layers of `count` that a tiny model keeps: from all places, and two of each kind. Of the last
     `shared` layers, which use others' keys and values, one of each kind stays, and the last of each kind before them."""
@@ -198,7 +205,7 @@ def _kept_layers(kinds: Sequence[str], count: int, shared: int) -> list[int]:
         sharing = {kind: [layer for layer in own if layer >= first_shared] for kind, own in places.items()}
         return sorted(
             {own[0] for own in sharing.values() if own}
-            | {[layer for layer in own if layer < first_shared][-1] for own in places.values()}
+            | {layer for own in places.values() for layer in [each for each in own if each < first_shared][-1:]}
         )
     for own in places.values() if len(places) > 1 else ():
         kept |= set([layer for layer in own if layer not in kept][: max(0, 2 - len(kept & set(own)))])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from swarmnode.compute.model.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
+from swarmnode.compute.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError
@@ -97,11 +97,14 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     """
     key = model_class, config.to_json_string()
     if key not in _traces:
-        config, found, first_error = copy.deepcopy(config), None, None
-        again = trace_again(model_class, config)
-        for way in _WAYS:
+        config, found, again, first_error = copy.deepcopy(config), None, None, None
+        for has_padding_token, has_mask in _WAYS:
             try:
-                found = _trace_model(model_class, config, *way)
+                if not has_padding_token:
+                    config.pad_token_id = None
+                model = build_on_meta(model_class, config)
+                again = again or trace_again(model_class, config, model)
+                found = _trace_model(model_class, config, model, has_mask)
                 break
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
@@ -113,14 +116,15 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     return _traces[key]
 
 
-def trace_again(model_class: type[Any], config: Any) -> ModelTrace | None:
-    """Return the anatomy of a model that keeps the inputs of each call's positions in place of caches; None if its calls cannot be
-    followed."""
+def trace_again(model_class: type[Any], config: Any, model: Any = None) -> ModelTrace | None:
+    """Return the anatomy of a `model` on the meta device (None: it is built) that keeps the inputs of each call's positions in
+    place of caches; None if its calls cannot be followed."""
     try:
-        calls = trace_calls(build_on_meta(model_class, copy.deepcopy(config)))
+        model = build_on_meta(model_class, config) if model is None else model
+        calls = trace_calls(model)
     except (CallsUnknown, CheckpointError, *FOREIGN_ERRORS):
         return None
-    model, count = build_on_meta(model_class, config), len(calls.layers)
+    count = len(calls.layers)
     names = {id(module): name for name, module in model.named_modules()}
     return ModelTrace(
         stack_name=calls.layers[0][0].rpartition(".")[0],
@@ -137,10 +141,7 @@ def trace_again(model_class: type[Any], config: Any) -> ModelTrace | None:
     )
 
 
-def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, has_mask: bool) -> ModelTrace:
-    if not has_padding_token:
-        config.pad_token_id = None
-    model = build_on_meta(model_class, config)
+def _trace_model(model_class: type[Any], config: Any, model: Any, has_mask: bool) -> ModelTrace:
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.config._attn_implementation = TRACED
     model.config._experts_implementation = TRACED

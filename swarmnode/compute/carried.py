@@ -30,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 ROWS, POSITIONS = 3, 7  # of the traced pass: their places in a shape tell which sizes depend on them
 ID_BITS = 24  # a whole number crosses as so many signs, which any codec keeps
+PLACES = ("idx", "index", "layer_id")  # in names of attributes that number a layer
 SMALL_LIST = 0.1  # of the parameters of the largest list of modules: a smaller list is no list of layers
 
 Source = tuple[str, int]
@@ -56,8 +57,8 @@ OF_THE_FIRST = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
+class Crossing:
+    """Crossing of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
 
     `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order.
     """
@@ -67,7 +68,7 @@ class Place:
     rows: int
     positions: int
     others: tuple[int, ...]
-    streams: int  # that lie behind each other in the dimension of positions; if there are several, they count as a dimension before it
+    streams: int  # behind each other in the dimension of positions; several count as a dimension before it
     is_whole: bool  # whole numbers or truth values
 
     @property
@@ -99,7 +100,7 @@ class Calls:
     embedding: frozenset[str]
     head: frozenset[str]
     results: dict[Source, Result]
-    live: tuple[tuple[Place, ...], ...]
+    live: tuple[tuple[Crossing, ...], ...]
     tied: dict[str, str]  # parameters of layers that are others'
 
     def held(self, first: int, end: int) -> frozenset[str]:
@@ -127,8 +128,10 @@ class Calls:
         return frozenset(name for name, _ in self.layers)
 
     def is_plain(self, hidden: int) -> bool:
-        """Return whether each layer runs once, and only `hidden` numbers of a position cross."""
-        return self.width == hidden and len(self.names) == len(self.layers)
+        """Return whether each layer runs once, and only `hidden` numbers of a position cross between layers. Positions that an
+        indexer chose do not count: most layers choose their own."""
+        widths = {sum(place.width for place in places if not place.is_whole) for places in self.live[1:]}
+        return widths == {hidden} and len(self.names) == len(self.layers)
 
 
 _NUMBERED = re.compile(r"(.*?\.?\d+)\.")
@@ -202,6 +205,22 @@ def _call(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     ]
 
 
+def _repeat(like: Result, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[dict[Any, Any]]]:
+    """Return the result of a traced call, and what it wrote into tables, as that of another call with these arguments."""
+    leaves = [leaf.new_empty(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in like.leaves]
+    return _fill(leaves, like.tree, args, kwargs)
+
+
+def _fill(
+    leaves: Sequence[Any], tree: TreeSpec, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, list[dict[Any, Any]]]:
+    """Return a call's result that has these leaves, and the entries that it writes into the tables among the arguments."""
+    result, written = tree_unflatten(list(leaves), tree)
+    for table, entries in zip(_tables(args, kwargs), written, strict=True):
+        table.update(entries)
+    return result, written
+
+
 def find_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's layers: the modules in its outermost lists, except lists with few parameters."""
     lists: dict[str, int] = {}
@@ -225,17 +244,11 @@ def trace_calls(model: Any) -> Calls:
     """
     names = find_layers(model)
     inside = tuple(f"{name}." for name in names)
-    outside = [
-        name
-        for name, module in model.named_modules()
-        if name not in names
-        and not name.startswith(inside)
-        and not any(each.startswith(f"{name}." if name else "") for each in names)
-        and next(module.parameters(recurse=False), None) is not None
-    ]
+    outside = _outside(model, names)
     mode, counts = _Sources(), Counter[str]()
     order: list[Source] = []
     results: dict[Source, Result] = {}
+    seen: dict[Any, Result] = {}  # like calls are made once
     reads: list[Sources] = []  # by call: what the family's code hands to it
     times: dict[str, set[int]] = {}  # of modules outside: numbers of calls before them
     constant: set[str] = set()  # modules outside that depend on no id
@@ -254,14 +267,19 @@ def trace_calls(model: Any) -> Calls:
                 order.append(source)
                 reads.append(handed)
             mode.follows = False
+            like = _likeness(model.get_submodule(name), args, kwargs) if is_layer else None
             try:
-                result, written = _call(forward, args, kwargs)
+                result, written = (
+                    _call(forward, args, kwargs) if like not in seen else _repeat(seen[like], args, kwargs)
+                )
             except RuntimeError:  # experts that want real numbers
                 result, written = next(_leaves((args, kwargs))).clone(), [{} for _ in _tables(args, kwargs)]
             finally:
                 mode.follows = True
             leaves, tree = tree_flatten((result, written))
             results[source] = Result(tuple(leaves), tree)
+            if is_layer:
+                seen[like] = results[source]
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     mode.known[id(leaf)] = leaf, frozenset([(source, number)])
@@ -269,6 +287,7 @@ def trace_calls(model: Any) -> Calls:
 
         return call
 
+    experts = model.config._experts_implementation
     model.config._experts_implementation = "eager"  # others want real numbers
     modules = [(model.get_submodule(name), name) for name in (*names, *outside)]
     ids_BT = torch.zeros(ROWS, POSITIONS, dtype=torch.int64, device="meta")
@@ -280,26 +299,19 @@ def trace_calls(model: Any) -> Calls:
         with torch.inference_mode(), mode:
             output = model(input_ids=ids_BT, use_cache=False)
     finally:
+        model.config._experts_implementation = experts
         for module, _ in modules:
             del module.forward
     if not order:
         raise CallsUnknown("no layer of its lists runs")
     reads.append(mode.of(output.logits))
-    count, numbers = len(order), {source: number for number, source in enumerate(order)}
-    live: list[tuple[Place, ...]] = []
-    for boundary in range(count + 1):
-        needed = frozenset[tuple[Source, int]]().union(*reads[boundary:])
-        crossing = sorted(
-            (numbers.get(source, -1), source, leaf) for source, leaf in needed if numbers.get(source, -1) < boundary
-        )
-        # The hidden states of the call before lead.
-        live.append(tuple(_place(source, leaf, results[source]) for _, source, leaf in reversed(crossing)))
+    count = len(order)
     return Calls(
         layers=tuple(order),
         embedding=frozenset(name for name, at in times.items() if at == {0}) - constant,
         head=frozenset(name for name, at in times.items() if at == {count}),
         results=results,
-        live=tuple(live),
+        live=_live(order, reads, results),
         tied={
             target: source
             for target, source in model.all_tied_weights_keys.items()
@@ -308,7 +320,50 @@ def trace_calls(model: Any) -> Calls:
     )
 
 
-def _place(source: Source, number: int, result: Result) -> Place:
+def _live(
+    order: Sequence[Source], reads: Sequence[Sources], results: dict[Source, Result]
+) -> tuple[tuple[Crossing, ...], ...]:
+    """Return the tensors that cross before each call, and behind the last one. `reads` are what each call and the head read."""
+    numbers = {source: number for number, source in enumerate(order)}
+    live: list[tuple[Crossing, ...]] = []
+    for boundary in range(len(order) + 1):
+        needed = frozenset[tuple[Source, int]]().union(*reads[boundary:])
+        crossing = sorted(
+            (numbers.get(source, -1), source, leaf) for source, leaf in needed if numbers.get(source, -1) < boundary
+        )
+        # The hidden states of the call before lead.
+        live.append(tuple(_place(source, leaf, results[source]) for _, source, leaf in reversed(crossing)))
+    return tuple(live)
+
+
+def _outside(model: Any, names: Sequence[str]) -> list[str]:
+    """Return the names of the modules with weights of their own that are not in the layers `names`, nor hold them."""
+    inside = tuple(f"{name}." for name in names)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name not in names
+        and not name.startswith(inside)
+        and not any(each.startswith(f"{name}." if name else "") for each in names)
+        and next(module.parameters(recurse=False), None) is not None
+    ]
+
+
+def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return a key of what a layer does with arguments of these shapes: layers with the same key return the same shapes."""
+    settings = tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and not any(word in key for word in PLACES)
+    )
+    leaves, tree = tree_flatten((args, kwargs, [dict(table) for table in _tables(args, kwargs)]))
+    told = tuple(tuple(each.shape) if isinstance(each, Tensor) else str(type(each)) for each in leaves)
+    numbers = tuple(each for each in leaves if isinstance(each, (bool, int, float, str)))
+    return settings, tuple(tuple(each.shape) for each in layer.parameters()), told, numbers, str(tree)
+
+
+def _place(source: Source, number: int, result: Result) -> Crossing:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
     rows, positions = _dimensions(sizes)
@@ -319,7 +374,7 @@ def _place(source: Source, number: int, result: Result) -> Place:
         sizes[positions : positions + 1] = streams, POSITIONS
         rows, positions = rows + (rows > positions), positions + 1
     others = tuple(size for at, size in enumerate(sizes) if at not in (rows, positions))
-    return Place(source, number, rows, positions, others, streams, not leaf.is_floating_point())
+    return Crossing(source, number, rows, positions, others, streams, not leaf.is_floating_point())
 
 
 def _dimensions(sizes: Sequence[int]) -> tuple[int | None, int | None]:
@@ -334,7 +389,7 @@ class _Left(BaseException):
     """The last call of a range of units has returned. The family's forward is left here, whatever errors it handles."""
 
 
-class Absent(nn.Module):
+class LeftOut(nn.Module):
     """Stand-in for a module that is not held. The family's code may read the attributes of the missing one, without its weights."""
 
     def __init__(self, missing: nn.Module) -> None:
@@ -380,17 +435,14 @@ class Carrier:
             source = name, self._counts[name]
             self._counts[name] += 1
             number = self._numbers.get(source)
-            if number is not None and number >= self._end or name in self._calls.head and not self._has_head:
+            if (number is not None and number >= self._end) or (name in self._calls.head and not self._has_head):
                 raise _Left
             result = self._calls.results.get(source)
             if result is None:
                 return forward(*args, **kwargs)
             if self._start > 0 and (number is None or number < self._start - 1):
-                leaves = [self._given(source, at, leaf) for at, leaf in enumerate(result.leaves)]
-                output, written = tree_unflatten(leaves, result.tree)
-                for table, entries in zip(_tables(args, kwargs), written, strict=True):
-                    table.update(entries)
-                return output
+                given = tuple(self._given(source, at, leaf) for at, leaf in enumerate(result.leaves))
+                return _fill(given, result.tree, args, kwargs)[0]
             output, written = _call(forward, args, kwargs)
             self._note(source, (output, written))
             return output
@@ -444,7 +496,7 @@ class Carrier:
             self._returned = {}
 
 
-def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tensor:
+def pack(tensors: Iterable[Tensor], places: Sequence[Crossing], width: int) -> Tensor:
     """Return live tensors side by side as packed_BTW, behind them zeros up to `width`.
 
     A whole number becomes the signs of its bits, as large as the largest number of its position, so that a codec keeps them.
@@ -470,7 +522,7 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Place], width: int) -> Tens
     return nn.functional.pad(packed_BTW, (0, width - packed_BTW.shape[-1]))
 
 
-def unpack(packed_BTW: Tensor, places: Sequence[Place]) -> dict[tuple[Source, int], Tensor]:
+def unpack(packed_BTW: Tensor, places: Sequence[Crossing]) -> dict[tuple[Source, int], Tensor]:
     """Return the live tensors of packed_BTW by their places; see `pack`."""
     found: dict[tuple[Source, int], Tensor] = {}
     at = 0
