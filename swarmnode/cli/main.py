@@ -30,6 +30,7 @@ TABLE = CommandTable(
                 shown="max-new-tokens temperature top-p top-k seed json-schema grammar adapter trust json",
             ),
             "infer": CommandPlace("use.infer"),
+            "verify": CommandPlace("use.verify"),
             "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp json"),
             "status": CommandPlace("use.status"),
             "models": CommandPlace("use.models"),
@@ -120,8 +121,8 @@ TABLE = CommandTable(
         "`pipx` or `uv tool` in place of `pip` if that installed it)",
     },
     topics={  # NAME@COMMAND: of that command only
-        "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits byte-level units "
-        "bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
+        "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits "
+        "byte-level units bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
         "This machine": "memory disk expert-disk device threads cpu-share nice idle-disk max-upload max-download "
         "max-gpu-temperature max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "

@@ -141,7 +141,8 @@ class Hardware:
             )
         if config.equal_bits and any(device.kind != "cpu" for device in devices):
             raise UsageError(
-                "--equal-bits: not measured on cards (contrib/studies/row_invariance.py --device cuda measures it); give --device cpu"
+                "--equal-bits: not measured on cards (contrib/studies/row_invariance.py --device cuda measures it); give "
+                "--device cpu"
             )
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
@@ -150,8 +151,8 @@ class Hardware:
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
         if config.equal_bits and products != PLAIN:
             raise UsageError(
-                "--equal-bits: it is for plain products, and fast ones of packed weights have equal bits by themselves; leave it out, or "
-                "add --products plain"
+                "--equal-bits: it is for plain products, and fast ones of packed weights have equal bits by themselves; "
+                "leave it out, or add --products plain"
             )
         advice = packed_advice(devices, checkpoint, config, dtype)
         if trains:

@@ -1,8 +1,10 @@
-"""Plain products and attention on the CPU that give a position the same bits alone, in any company and in any chunk (`--equal-bits`).
+"""Plain products and attention on the CPU that give a position the same bits alone, in any company and in any chunk
+(`--equal-bits`).
 
-A library chooses its kernel, and with it the order of its sums, by the number of rows. oneDNN with AMX splits long sums from 33 rows
-on, MKL with two threads in small products. So each product has between `least` and `most` rows: fewer are filled up with zeros, more
-are cut. A trial of each matrix on this machine, with the node's threads, finds bounds between which the rows' bits do not change.
+A library chooses its kernel, and with it the order of its sums, by the number of rows. oneDNN with AMX splits long sums
+from 33 rows on, MKL with two threads in small products. So each product has between `least` and `most` rows: fewer are
+filled up with zeros, more are cut. A trial of each matrix on this machine, with the node's threads, finds bounds between
+which the rows' bits do not change.
 
 torch's attention for the CPU goes through blocks of 512 columns. Its sums depend on the place of a column in its block and on the
 number of queries. So each row of a batch is taken from its own first position on, with columns filled up to whole pieces and with
@@ -208,7 +210,7 @@ def _find_bounds(like_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
     Each row of a trial has a huge number, its negative, and ones: the sum is the number of ones that were not lost beside a huge
     number, which shows the order. Its matrix has ones only.
     """
-    outputs, inputs = like_OI.shape
+    inputs = like_OI.shape[1]
     ones_OI = torch.ones_like(like_OI)
     product = OneDnnLinear(ones_OI, None).multiply if in_blocks else lambda x: functional.linear(x, ones_OI)
     draw = torch.Generator().manual_seed(1)

@@ -43,7 +43,8 @@ def saved(config: Any, folder: Path) -> Checkpoint:
 
 
 def logits(runner: StageRunner, ids_BT: torch.Tensor, cuts: list[int], company: int = 0) -> torch.Tensor:
-    """Of one text whose passes have `cuts` positions in turn, beside sessions of other lengths; one cut goes back and comes again."""
+    """Of one text in passes of `cuts` positions, beside sessions of other lengths. Its last positions are cut off and come
+    again."""
     draw = torch.Generator().manual_seed(company)
 
     def other(count: int) -> torch.Tensor:
