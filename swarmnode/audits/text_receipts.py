@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -93,6 +94,30 @@ class HopVerdict:
 def open_receipt(raw: bytes, swarm: bytes) -> tuple[TextReceipt, list[list[Statement]]]:
     """Open a receipt of a text in this swarm. Raises ProtocolError if it is damaged, changed, or of another swarm."""
     return open_text_receipt(raw, swarm, verify, lambda ids: ids_digest(torch.tensor(ids, dtype=torch.int64)))
+
+
+async def report_on(referee: Referee, replays: Replays, raw: bytes) -> dict[str, Any]:
+    """Verify a receipt of a text, and return what was proved, by whom and what not, as values for scripts. Raises ProtocolError as
+    `open_receipt` does."""
+    receipt, hops = open_receipt(raw, referee.host.swarm.id)
+    verdicts = await verify_text(referee, replays, receipt, hops)
+    return {
+        "proved": all(one.result == PROVED for one in verdicts),
+        "client": receipt.client,
+        "at": receipt.at,
+        "tokens": len(receipt.ids),
+        "hops": [
+            {
+                "peer": one.peer,
+                "span": [one.start, one.end],
+                "class": parts[0].bits.hex(),
+                "result": one.result,
+                "by": list(one.by),
+                "why": one.why or None,
+            }
+            for one, parts in zip(verdicts, hops, strict=True)
+        ],
+    }
 
 
 async def verify_text(

@@ -30,7 +30,6 @@ TABLE = CommandTable(
                 shown="max-new-tokens temperature top-p top-k seed json-schema grammar adapter trust json",
             ),
             "infer": CommandPlace("use.infer"),
-            "verify": CommandPlace("use.verify"),
             "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp json"),
             "status": CommandPlace("use.status"),
             "models": CommandPlace("use.models"),
@@ -52,6 +51,7 @@ TABLE = CommandTable(
             "why": CommandPlace("lend.why"),
             "why trace": CommandPlace("use.trace"),
             "why credit": CommandPlace("lend.credit"),
+            "why receipt": CommandPlace("use.verify", "verify"),
             "config": CommandPlace("lend.lending", settings=_OF_RUN),
             "config reload": CommandPlace("lend.lending"),
             "config tool": CommandPlace("use.launch", "configure_tool"),
@@ -109,8 +109,8 @@ TABLE = CommandTable(
         "weights": "models weights",
         "simulate": "plan simulate",
     },
-    synonyms={"list": "models", "logs": "service logs", "version": "--version"},  # for hands that know other tools
-    advice={
+    synonyms={"list": "models", "logs": "service logs", "verify": "why receipt", "version": "--version"},  # for hands that
+    know other tools advice={
         "ls show": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
         "rm remove delete": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
         "pull download": "`swarmnode host ORGANISATION/MODEL` fetches a model and hosts it",
@@ -127,7 +127,7 @@ TABLE = CommandTable(
         "max-gpu-temperature max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "
         "max-gpu-memory max-gpu-load notify max-age",
-        "Text": "system ids max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
+        "Text": "system ids receipt max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
         "repetition-penalty logit-bias json-schema grammar logprobs seed@chat seed@generate drafts context",
         "Members": "private public open uses expires role group note qr peer@invite priority owner-key password-file "
         "ask-password trust keys new-key",

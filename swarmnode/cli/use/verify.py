@@ -59,32 +59,13 @@ def verify(
 
 
 async def check(client: SwarmClient, raw: bytes) -> dict[str, Any]:
-    """Verify a receipt of a text, and return what was proved as values for scripts. Ends the command with exit code 2 if it is no
-    receipt of this swarm."""
-    from swarmnode.audits.text_receipts import PROVED, open_receipt, verify_text
+    """Return the report on a receipt. Ends the command with exit code 2 if it is no receipt of this swarm."""
+    from swarmnode.audits.text_receipts import report_on
 
     try:
-        receipt, hops = open_receipt(raw, client.swarm.id)
+        return await report_on(client.auditor, client.auditor.replays, raw)
     except ProtocolError as error:
         return fail(f"this is no receipt of a text of the swarm {client.swarm.name}: {error}", 2)
-    verdicts = await verify_text(client.auditor, client.auditor.replays, receipt, hops)
-    return {
-        "proved": all(one.result == PROVED for one in verdicts),
-        "client": receipt.client,
-        "at": receipt.at,
-        "tokens": len(receipt.ids),
-        "hops": [
-            {
-                "peer": one.peer,
-                "span": [one.start, one.end],
-                "class": parts[0].bits.hex(),
-                "result": one.result,
-                "by": list(one.by),
-                "why": one.why or None,
-            }
-            for one, parts in zip(verdicts, hops, strict=True)
-        ],
-    }
 
 
 def _tell(report: dict[str, Any]) -> None:
