@@ -109,8 +109,13 @@ TABLE = CommandTable(
         "weights": "models weights",
         "simulate": "plan simulate",
     },
-    synonyms={"list": "models", "logs": "service logs", "verify": "why receipt", "version": "--version"},  # for hands that
-    know other tools advice={
+    synonyms={  # for hands that know other tools, and a receipt's own word
+        "list": "models",
+        "logs": "service logs",
+        "verify": "why receipt",
+        "version": "--version",
+    },
+    advice={
         "ls show": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
         "rm remove delete": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
         "pull download": "`swarmnode host ORGANISATION/MODEL` fetches a model and hosts it",
