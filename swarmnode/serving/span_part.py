@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.executor import forget_traceback
-from swarmnode.compute.model.equal_rows import unpadded
+from swarmnode.compute.model.equal_bits.equal_rows import unpadded
 from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, Buffers, CachedSession, Cohort

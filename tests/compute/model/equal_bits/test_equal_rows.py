@@ -17,8 +17,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from swarmnode.compute.model import equal_rows
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.equal_bits import equal_rows
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import LocalError
