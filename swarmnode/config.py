@@ -184,8 +184,8 @@ class StageConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def meeting(self, least: str) -> StageConfig:
-        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`, or for EQUAL ones; empty:
-        of any kind.
+        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`, or for EQUAL
+        ones; empty: of any kind.
 
         Automatic options follow it. Raises UsageError if another one contradicts it.
         """

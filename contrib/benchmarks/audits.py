@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
     python contrib/benchmarks/audits.py --packed MODEL.gguf [--positions 1000000] [--seed 1]
+    python contrib/benchmarks/audits.py --equal-bits [--model FOLDER] [--layers 6]
 
 An honest pair computes the same text twice, through three hops. Once as it is served: a prompt, then steps, in passes of ever
 other sessions and of several positions now and then; one session in four loses its caches half-way and replays. Once as an audit
@@ -12,6 +13,11 @@ A liar's work is judged by the code that clients run, at the default budget and 
 
 `--packed` compares packed models by the digests of peers of one class of equal bits, between one thread and two. It prints how many
 positions differ among honest peers, after each round of texts, and in how many texts a lie shows.
+
+`--equal-bits` prints tokens/s with `run --equal-bits` relative to plain products in bfloat16, of decoding and of a prompt
+of 512; and of a session of 640 positions whose hop states digests, relative to one without a statement, and its bytes
+relative to sketches. All by CPU seconds of one thread, in turns. Without --model the weights are random, in the shapes of
+SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -423,6 +429,72 @@ def steps_of_a_pass(checkpoint: Checkpoint) -> float:
     return statistics.median(times[SEGMENT]) / statistics.median(times[1])
 
 
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+TURNS, STEPS, LONG = 9, 16, 512
+
+
+@torch.inference_mode()
+def costs(folder: Path | None, layers: int) -> dict[str, Any]:
+    """Return the costs of equal bits and of digests: tokens/s as ratios of medians over TURNS turns."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if folder is None:
+            folder = Path(scratch)
+            torch.manual_seed(1)
+            config = LlamaConfig(**SMOLLM2, vocab_size=4096, num_hidden_layers=layers)
+            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        checkpoint = Checkpoint(folder)
+        units, vocabulary = min(layers + 1, checkpoint.family.units), checkpoint.config.vocab_size
+        spans = {
+            is_equal: load_span(checkpoint, 0, units, dtype=torch.bfloat16, equal_bits=is_equal)
+            for is_equal in (False, True)
+        }
+    spans[False].packings.at_once.run()
+    runners = {is_equal: StageRunner(span, RunnerConfig(1 << 30)) for is_equal, span in spans.items()}
+    ids_BT = torch.randint(vocabulary, (1, LONG + (TURNS + 1) * STEPS), generator=torch.Generator().manual_seed(1))
+    took: dict[tuple[bool, str], list[float]] = {(one, kind): [] for one in runners for kind in ("prompt", "decode")}
+    for turn in range(TURNS + 1):
+        for is_equal, runner in runners.items():
+            session = "text"
+            runner.open(session, rows=1, max_length=ids_BT.shape[1])
+            parts = [("prompt", [ids_BT[:, :LONG]]), ("decode", list(ids_BT[:, LONG : LONG + 2 * STEPS].split(1, 1)))]
+            for kind, inputs in parts:
+                began_s = time.thread_time()
+                for x in inputs:
+                    runner.run([StepInput(session, x)])
+                if turn:  # the first turn compiles and fills caches
+                    took[is_equal, kind].append(time.thread_time() - began_s)
+            runner.close(session)
+    seconds = {key: statistics.median(each) for key, each in took.items()}
+    hidden_TH = torch.randn(LONG + 2 * STEPS, spans[True].hidden_size).to(torch.bfloat16)
+    stating: dict[str, float] = {}
+    for name, state in (("digests", digests), ("sketches", sketch)):
+        times: list[float] = []
+        for turn in range(TURNS):
+            began_s = time.thread_time()
+            state(hidden_TH, turn.to_bytes(SEED_BYTES, "little"))
+            state(hidden_TH, turn.to_bytes(SEED_BYTES, "little"))  # of what came in, and of what went out
+            times.append(time.thread_time() - began_s)
+        stating[name] = statistics.median(times)
+    session_s = seconds[True, "prompt"] + seconds[True, "decode"]
+    seed = bytes(SEED_BYTES)
+    return {
+        "equal bits, bfloat16, one thread": {
+            kind: round(seconds[False, kind] / seconds[True, kind], 3) for kind in ("decode", "prompt")
+        },
+        "tokens/s of an audited session": {
+            f"with {name}, of those without": round(session_s / (session_s + stating_s), 4)
+            for name, stating_s in stating.items()
+        },
+        "bytes of a statement, digests of sketches": digests(hidden_TH, seed).nbytes / sketch(hidden_TH, seed).nbytes,
+        "bytes of an audited session, with digests of with sketches": round(
+            (hidden_TH.nbytes + digests(hidden_TH, seed).nbytes) / (hidden_TH.nbytes + sketch(hidden_TH, seed).nbytes),
+            3,
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=1_000_000)
@@ -431,8 +503,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--packed", metavar="MODEL.gguf")
     parser.add_argument("--positions", type=int, default=1_000_000)
+    parser.add_argument("--equal-bits", action="store_true")
+    parser.add_argument("--model", type=Path, metavar="FOLDER")
+    parser.add_argument("--layers", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.equal_bits:
+        print(json.dumps(costs(args.model, args.layers), indent=2))
+        return
     if args.packed:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = open_model(args.packed, Path(folder, "model"), packs=True)

@@ -92,12 +92,31 @@ def attention_keeps_bits(dtype: torch.dtype) -> dict[str, bool]:
     return found
 
 
+def on_card(device: str, dtype: torch.dtype) -> dict[str, dict[str, bool]]:
+    """Return by shape of matrix, and by numbers of rows, whether the first row has the bits that it has among 16."""
+    found: dict[str, dict[str, bool]] = {}
+    for name, shape in SHAPES.items():
+        weight_OI = torch.randn(shape, device=device).to(dtype)
+        x_RI = torch.randn(2048, shape[1], device=device).to(dtype)
+        expected = USUAL(x_RI[:16], weight_OI, None)[:1]
+        counts = (1, 2, 8, 16, 17, 32, 33, 64, 128, 512, 2048)
+        found[name] = {str(rows): torch.equal(USUAL(x_RI[:rows], weight_OI, None)[:1], expected) for rows in counts}
+    return found
+
+
 @torch.inference_mode()
 def main() -> None:
     """Print the findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    dtype = getattr(torch, parser.parse_args().dtype)
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: whether torch's own product keeps bits, by shape and rows"
+    )
+    options = parser.parse_args()
+    dtype = getattr(torch, options.dtype)
+    if options.device != "cpu":
+        print(json.dumps(on_card(options.device, dtype), indent=2))
+        return
     torch.set_num_threads(1)
     shapes = {name: study(shape, dtype) for name, shape in SHAPES.items()}
     print(json.dumps({"shapes": shapes, "attention keeps bits, by columns": attention_keeps_bits(dtype)}, indent=2))

@@ -68,6 +68,7 @@ class HopAccount:
     received_TK: Tensor | None
     sent_TK: Tensor | None
     digests: bool = False
+    raws: tuple[bytes, ...] = ()  # all signed statements
 
 
 async def fetch_account(
@@ -101,7 +102,8 @@ async def fetch_account(
     received = [part.received_TK for part in parts if part.received_TK is not None]
     sent = [part.sent_TK for part in parts if part.sent_TK is not None]
     received_TK, sent_TK = (torch.cat(edge) if edge else None for edge in (received, sent))
-    return HopAccount(last, parts[-1].raw, received_TK, sent_TK, parts[-1].digests)
+    raws = tuple(part.raw for part in parts)
+    return HopAccount(last, parts[-1].raw, received_TK, sent_TK, parts[-1].digests, raws)
 
 
 async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:

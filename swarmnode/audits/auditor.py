@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 OnFound = Callable[[PeerId, Route, SessionSpec], None]
 """Callback with the peer that computed falsely, a route on which it did, and the specification of that session."""
 
+OnReceipt = Callable[[bytes, str], None]
+"""Callback with a signed receipt of a text, or empty bytes and the reason why there is none"""
+
 RESULTS = ("passed", "false", "doubt", "void")
 
 
@@ -67,6 +70,7 @@ class Auditor(Referee):
         self.replays = Replays(host, sessions, config, on_over)
         self._budget = AuditBudget(config.audit_share)
         self.on_false_work: OnFound = lambda _peer, _route, _spec: None
+        self.on_receipt: OnReceipt | None = None  # gets a receipt of each text from now on, which is then not audited
 
     def readings(self) -> Readings:
         """Yield the number of audits for each result."""
@@ -81,6 +85,9 @@ class Auditor(Referee):
         already or no hop of its route has another peer.
         """
         assert session.spec.sampling is not None
+        if self.on_receipt is not None:
+            self._tasks.spawn(self._issue(session, list(ids), self.on_receipt), "receipt")
+            return True
         prompt = session.spec.sampling.prompt_length
         cost = self.cost(session.route, prompt, len(ids) - prompt)
         trust = min((self.standing.trust(hop.peer) for hop in session.route), default=0.0)
@@ -110,6 +117,18 @@ class Auditor(Referee):
             await session.close()
         if case.accused is not None:
             self.on_false_work(case.accused.statement.peer, session.route, session.spec)
+
+    async def _issue(self, session: ClientSession, ids: list[int], on_receipt: OnReceipt) -> None:
+        """Make a receipt of a text while its hops hold their journals, and give it or the reason why there is none to
+        `on_receipt`."""
+        from swarmnode.audits.text_receipts import issue
+
+        try:
+            on_receipt(await asyncio.wait_for(issue(self.host, self.replays, session, ids), RUN_S), "")
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            on_receipt(b"", f"no receipt of this text: {error or 'no answer in time'}")
+        finally:
+            await session.close()
 
     def afford(self, cost: SessionCost) -> bool:
         """Spend `cost` of the budget for audits, if there is room for it beside the audits of own sessions. Returns whether there

@@ -51,6 +51,7 @@ TABLE = CommandTable(
             "why": CommandPlace("lend.why"),
             "why trace": CommandPlace("use.trace"),
             "why credit": CommandPlace("lend.credit"),
+            "why receipt": CommandPlace("use.verify", "verify"),
             "config": CommandPlace("lend.lending", settings=_OF_RUN),
             "config reload": CommandPlace("lend.lending"),
             "config tool": CommandPlace("use.launch", "configure_tool"),
@@ -108,7 +109,12 @@ TABLE = CommandTable(
         "weights": "models weights",
         "simulate": "plan simulate",
     },
-    synonyms={"list": "models", "logs": "service logs", "version": "--version"},  # for hands that know other tools
+    synonyms={  # for hands that know other tools, and a receipt's own word
+        "list": "models",
+        "logs": "service logs",
+        "verify": "why receipt",
+        "version": "--version",
+    },
     advice={
         "ls show": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
         "rm remove delete": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
@@ -120,13 +126,13 @@ TABLE = CommandTable(
         "`pipx` or `uv tool` in place of `pip` if that installed it)",
     },
     topics={  # NAME@COMMAND: of that command only
-        "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits byte-level units "
-        "bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
+        "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits "
+        "byte-level units bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
         "This machine": "memory disk expert-disk device threads cpu-share nice idle-disk max-upload max-download "
         "max-gpu-temperature max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "
         "max-gpu-memory max-gpu-load notify max-age",
-        "Text": "system ids max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
+        "Text": "system ids receipt max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
         "repetition-penalty logit-bias json-schema grammar logprobs seed@chat seed@generate drafts context",
         "Members": "private public open uses expires role group note qr peer@invite priority owner-key password-file "
         "ask-password trust keys new-key",

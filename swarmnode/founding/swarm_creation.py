@@ -239,8 +239,8 @@ def create_swarm(
         owner: the key that signs the swarm; None for a swarm without an owner.
         priority: rule of the shares of devices' time; UNSET for none.
         adapters: LoRA adapters of the model; None for none.
-        products: least kind of products of packed weights, "exact" or "fast"; "equal" for plain ones with equal bits; empty for any.
-        progress: is called while files are hashed.
+        products: least kind of products of packed weights, "exact" or "fast"; "equal" for plain ones with equal bits; empty
+        for any. progress: is called while files are hashed.
 
     Returns:
         The swarm, ready to be saved.

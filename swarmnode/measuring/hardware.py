@@ -135,24 +135,13 @@ class Hardware:
         if (trains or is_graph) and config.kv != PLAIN:
             raise UsageError(f"{'training' if trains else 'a module'} keeps no KV cache: leave --kv alone")
         devices = probe_devices(config.device)
-        if config.equal_bits and (trains or is_graph):
-            raise UsageError(
-                "--equal-bits: it is for sessions of a language model, which this swarm does not serve; leave it out"
-            )
-        if config.equal_bits and any(device.kind != "cpu" for device in devices):
-            raise UsageError(
-                "--equal-bits: not measured on cards (contrib/studies/row_invariance.py --device cuda measures it); give --device cpu"
-            )
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
         dtype = torch.float32 if trains or is_graph else _common_dtype(devices, checkpoint, config)
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
-        if config.equal_bits and products != PLAIN:
-            raise UsageError(
-                "--equal-bits: it is for plain products, and fast ones of packed weights have equal bits by themselves; leave it out, or "
-                "add --products plain"
-            )
+        if config.equal_bits:
+            _check_equal_bits(devices, products, has_sessions=not (trains or is_graph))
         advice = packed_advice(devices, checkpoint, config, dtype)
         if trains:
             sizes = training_sizes(checkpoint)
@@ -459,6 +448,21 @@ def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:
             f"--draft-model needs {need}, and {have} are lent: lend more with --memory, or choose a smaller model"
         )
     return replace(lent, memory_bytes=left_bytes)
+
+
+def _check_equal_bits(devices: Sequence[Device], products: str, *, has_sessions: bool) -> None:
+    """Raise UsageError if `--equal-bits` does not go with the swarm, the devices or the kind of products."""
+    reasons = {
+        "it is for sessions of a language model, which this swarm does not serve; leave it out": not has_sessions,
+        "not measured on cards (contrib/studies/row_invariance.py --device cuda measures it); give --device cpu": any(
+            device.kind != "cpu" for device in devices
+        ),
+        "it is for plain products, and fast ones of packed weights have equal bits by themselves; leave it out, or add --products "
+        "plain": products != PLAIN,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UsageError(f"--equal-bits: {reason}")
 
 
 def _products(config: StageConfig) -> str:

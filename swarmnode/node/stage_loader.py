@@ -120,7 +120,10 @@ class StageLoader:
         ):
             log.warning("no peer has the model's tensors that --draft-model needs: this node guesses nothing with it")
             place = replace(place, hardware=replace(place.hardware, head=None))
-        return await self._with_tuning(await ServingStage.load(place, checkpoint, span))
+        serving = await ServingStage.load(place, checkpoint, span)
+        for cost in serving.costs_of_equal_bits:
+            self.tell("equal bits", cost)
+        return await self._with_tuning(serving)
 
     async def _with_tuning(self, serving: ServingStage) -> Stage:
         """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""

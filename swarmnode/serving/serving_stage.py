@@ -261,6 +261,11 @@ class ServingStage(Stage):
         )
         return self.hardware.section, speeds, load
 
+    @property
+    def costs_of_equal_bits(self) -> list[str]:
+        """What `--equal-bits` costs each part, as sentences; empty without it."""
+        return [part.equal_bits for part in self._parts if part.equal_bits]
+
     def readings(self) -> Readings:
         """Yield the metrics of this stage."""
         for part in self._parts:

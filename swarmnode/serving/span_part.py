@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.executor import forget_traceback
-from swarmnode.compute.model.equal_rows import unpadded
+from swarmnode.compute.model.equal_bits.equal_rows import unpadded
 from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, Buffers, CachedSession, Cohort
@@ -67,8 +67,8 @@ def find_bits(runner: StageRunner) -> bytes:
 
     Peers of one class compute each position with equal bits. The passes have 1, 2, 8 and 33 positions, in rows or one behind
     another, behind COLUMNS columns, with the node's threads and with one. Plain products (`--equal-bits`) are tried with the node's
-    threads only, and in a longer prompt. All layers write into the same memory. The class is empty if a position's bits depend on its
-    pass, or the span's family cannot be tried.
+    threads only, and in a longer prompt. All layers write into the same memory. The class is empty if a position's bits
+    depend on its pass, or the span's family cannot be tried.
     """
     span, threads = runner.span, torch.get_num_threads()
     runner.bits = b""
@@ -129,7 +129,8 @@ def _compute_in_all_passes(runner: StageRunner, ways: set[bool]) -> Tensor:
     passes were graphs of ggml goes to `ways`."""
     span, draw = runner.span, torch.Generator().manual_seed(0)
     longest = min(COLUMNS, span.position_limit or COLUMNS)
-    most = CHUNK if span.has_equal_rows else 33
+    rooms = (window.room for window in runner.pool.windows.values())
+    most = min((CHUNK, *rooms)) if span.has_equal_rows else 33
     x_1T = _fixed(draw, (1, min(most, longest), *(() if span.has_embedding else (span.hidden_size,))), span)
     kept: dict[tuple[torch.Size, int], Buffers] = {}
     likes: dict[int, Buffers] = {}
@@ -208,6 +209,7 @@ class SpanPart:
     capability: Capability
     measure: Callable[[], Speeds]
     passes: Reservation
+    equal_bits: str = ""  # what they cost, as a sentence; empty without --equal-bits
 
     def __post_init__(self) -> None:
         self.device = self.loaded.device
@@ -250,12 +252,14 @@ class SpanPart:
             if runner.graphs is not None:
                 await worker.call("try its graph", runner.graphs.prepare)
             await worker.call("find its bits", lambda: find_bits(runner))
+            cost = ""
             if span.has_equal_rows:
                 if not runner.bits:
                     raise LocalError(
-                        f"--equal-bits: on this machine the bits of layers [{span.start}:{span.end}) depend on the company; leave it out"
+                        f"--equal-bits: on this machine the bits of layers [{span.start}:{span.end}) depend on the company; "
+                        "leave it out"
                     )
-                log.info("%s", await worker.call("measure equal bits", lambda: cost_of_equal_bits(runner)))
+                cost = await worker.call("measure equal bits", lambda: cost_of_equal_bits(runner))
             measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all are measured again once packed
             at_first = partial(measure, few=not lasting)
@@ -264,7 +268,7 @@ class SpanPart:
             )
             worker.expect(capability.speeds)
             undo.pop_all()
-        return cls(loaded, runner, worker, capability, measure, passes)
+        return cls(loaded, runner, worker, capability, measure, passes, cost)
 
     @property
     def speeds(self) -> Speeds:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.training_options import CompressionOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Compression
 from swarmnode.terminal.option import build
+from swarmnode.terminal.training_options import CompressionOptions
 
 
 def parse_compression(rule: str, ratio: float, *, feedback: bool) -> Compression:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.training_options import AveragingOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.terminal.option import build
+from swarmnode.terminal.training_options import AveragingOptions
 
 
 def averaging(every: int = 1, codec: str = "none", **typed: float) -> Averaging:

@@ -61,8 +61,8 @@ class NewModelOptions:
     )
     equal_bits: bool = option(
         False,
-        "Nodes must compute each position with the same bits in any company, so that audits find one wrong bit: for plain weights on "
-        "CPUs (run --equal-bits).",
+        "Nodes must compute each position with the same bits in any company, so that audits find one wrong bit: for plain "
+        "weights on CPUs (run --equal-bits).",
     )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)

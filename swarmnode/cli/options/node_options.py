@@ -238,8 +238,8 @@ class NodeOptions:
     )
     equal_bits: bool = option(
         False,
-        "Compute each position with the same bits alone and in any company, with plain products on a CPU: other such machines of this "
-        "kind then find one wrong bit. Decoding is slower; the log says by how much.",
+        "Compute each position with the same bits alone and in any company, with plain products on a CPU: other machines "
+        "of this kind then find one wrong bit. Decoding is slower; the node says by how much.",
     )
     kv: str = option(
         "plain",

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.file_options import output_path, write_output
-from swarmnode.cli.options.training_options import AveragingOptions
 from swarmnode.cli.plan.plan import card_name
 from swarmnode.terminal.console import JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, of_same_names, option, path_option
 from swarmnode.terminal.progress import share_bar
+from swarmnode.terminal.training_options import AveragingOptions
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.metrics import MetricsOptions, Watch
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training_options import AveragingOptions, CompressionOptions, DataOptions
 from swarmnode.cli.train.recipe import RecipeOptions, ScheduleOptions, check_keys, read_recipe, recipe_text, with_file
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped
 from swarmnode.terminal.option import option, path_option
+from swarmnode.terminal.training_options import AveragingOptions, CompressionOptions, DataOptions
 
 if TYPE_CHECKING:
     from swarmnode.client.training.client import TrainerMeter

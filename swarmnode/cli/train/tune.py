@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training_options import DataOptions
 from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped
 from swarmnode.terminal.option import option, path_option
+from swarmnode.terminal.training_options import DataOptions
 
 if TYPE_CHECKING:
     from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings

@@ -14,6 +14,7 @@ from swarmnode.cli.options.metrics import PassingMetricsOptions
 from swarmnode.cli.options.sampling_options import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.counting import ranges
+from swarmnode.files import write_private
 from swarmnode.terminal.console import (
     HOME,
     JSON,
@@ -29,7 +30,7 @@ from swarmnode.terminal.console import (
     say,
     unless_stopped,
 )
-from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.option import argument, option, path_option
 from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def generate(
         metavar="PROMPT",
     ),
     ids: str = option("", "Token ids to continue instead, for models without a tokenizer.", metavar="1,2,3"),
+    receipt: Path | None = path_option(
+        "Write a receipt of the text into this file: who computed it, with digests that `swarmnode verify` has others check."
+    ),
     sampling: SamplingOptions,
     trust: Trust = TRUST,
     patience: float = PATIENCE,
@@ -73,18 +77,37 @@ def generate(
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         started_s = time.monotonic()
         async with asking(
-            swarm, watch.home, stop, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch
+            swarm,
+            watch.home,
+            stop,
+            patience_s=patience,
+            trust=trust,
+            needs_torch=sampling.needs_torch or receipt is not None,
         ) as client:
             left_s = max(1.0, patience - (time.monotonic() - started_s))
             client.config = dataclasses.replace(client.config, patience_s=left_s)
+            if receipt is not None:
+                client.auditor.on_receipt = lambda raw, why: _keep(receipt, raw, why)
             async with watch.over(client.manifest.name, client.readings):
-                return await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
+                result = await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
+            if receipt is not None:
+                await client.auditor.idle()
+            return result
 
     result = run_async(produce)
     if result is None:
         fail("interrupted")
     if as_json:
         print_json(result)
+
+
+def _keep(path: Path, raw: bytes, why: str) -> None:
+    """Write a receipt to `path`, or say why there is none."""
+    if raw:
+        write_private(path, raw)
+        say(f"Receipt: {path}; check it with: swarmnode verify {path}", err=True)
+    else:
+        say(why, err=True)
 
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.attention import SameBits, attend_by_position, attends_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.equal_rows import has_equal_rows, positions_of_rows
+from swarmnode.compute.model.equal_bits.equal_rows import has_equal_rows, positions_of_rows
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.equal_rows import give_equal_rows
+from swarmnode.compute.model.equal_bits.equal_rows import give_equal_rows
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean

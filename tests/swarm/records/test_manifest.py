@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.manifest import (
     BOTTLENECK_FORMAT,
+    EQUAL_FORMAT,
     GRAPH,
     MAX_MANIFEST_BYTES,
     PACKED_FORMAT,
@@ -103,6 +104,18 @@ def test_least_products_of_packed_weights(products):
     for wrong in (make_manifest(products=products), packed_manifest(products="plain"), packed_manifest(products="")):
         with pytest.raises(ProtocolError, match="a least kind of products"):
             encode_manifest(wrong)
+
+
+def test_equal_products_are_of_a_served_language_model_in_a_format_of_their_own():
+    equal = {"format": EQUAL_FORMAT, "products": "equal"}
+    manifest = make_manifest(**equal)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    check_products("equal", "bfloat16", b"12345678")
+    with pytest.raises(ProtocolError, match="equal bits"):
+        check_products("equal", "bfloat16", b"")
+    for changes in ({"format": 1}, {"format": PACKED_FORMAT}, {"products": "fast"}, {"mode": TRAIN}, {"kind": GRAPH}):
+        with pytest.raises(ProtocolError, match="it needs"):
+            encode_manifest(make_manifest(**{**equal, **changes}))
 
 
 def test_a_bottleneck_is_of_a_trained_language_model_in_a_format_of_its_own():

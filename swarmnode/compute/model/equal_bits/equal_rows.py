@@ -1,12 +1,14 @@
-"""Plain products and attention on the CPU that give a position the same bits alone, in any company and in any chunk (`--equal-bits`).
+"""Plain products and attention on the CPU that give a position the same bits alone, in any company and in any chunk
+(`--equal-bits`).
 
-A library chooses its kernel, and with it the order of its sums, by the number of rows. oneDNN with AMX splits long sums from 33 rows
-on, MKL with two threads in small products. So each product has between `least` and `most` rows: fewer are filled up with zeros, more
-are cut. A trial of each matrix on this machine, with the node's threads, finds bounds between which the rows' bits do not change.
+A library chooses its kernel, and with it the order of its sums, by the number of rows. oneDNN with AMX splits long sums
+from 33 rows on, MKL with two threads in small products. So each product has between `least` and `most` rows: fewer are
+filled up with zeros, more are cut. A trial of each matrix on this machine, with the node's threads, finds bounds between
+which the rows' bits do not change.
 
 torch's attention for the CPU goes through blocks of 512 columns. Its sums depend on the place of a column in its block and on the
 number of queries. So each row of a batch is taken from its own first position on, with columns filled up to whole pieces and with
-queries in blocks of 32 that belong to at most QUERIES rows of a product.
+queries in blocks of 32, by numbers of columns and queries that a trial finds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ EQUAL_ROWS = "swarmnode_equal_rows"
 PIECES = (32, 128, 256, 512)  # columns that attention's are filled up to, the cheapest first
 WIDTHS = 64  # the numbers of a head are filled up to a multiple: torch takes the rest of a vector in other ways
 KEY_BLOCK = 512  # columns of a block of torch's attention
-QUERIES, QUERY_BLOCK = 128, 32  # of one call: torch makes the blocks larger from 192 on
+QUERIES = (512, 128)  # most rows of one call: torch makes its blocks of them larger from 192 on
+QUERY_BLOCK = 32
 LARGE = 1 << 25  # elements of a matrix that is tried with few rows
 
 
@@ -81,7 +84,7 @@ HUGE = 2.0**40
 
 _local = threading.local()
 _found: dict[Any, Bounds | None] = {}
-_pieces: dict[Any, int] = {}
+_pieces: dict[Any, tuple[int, int]] = {}
 
 
 @contextlib.contextmanager
@@ -208,7 +211,7 @@ def _find_bounds(like_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
     Each row of a trial has a huge number, its negative, and ones: the sum is the number of ones that were not lost beside a huge
     number, which shows the order. Its matrix has ones only.
     """
-    outputs, inputs = like_OI.shape
+    inputs = like_OI.shape[1]
     ones_OI = torch.ones_like(like_OI)
     product = OneDnnLinear(ones_OI, None).multiply if in_blocks else lambda x: functional.linear(x, ones_OI)
     draw = torch.Generator().manual_seed(1)
@@ -284,12 +287,12 @@ def _attend(
     first, left = max(begin, 0), -begin % KEY_BLOCK if begin < 0 else 0
     scale = width**-0.5 if scaling is None else scaling
     wide = -(-max(width, value.shape[3]) // WIDTHS) * WIDTHS
-    piece = _piece(key.dtype, wide)
+    piece, most = _pieces_of(key.dtype, wide)
     filled = -(-(left + columns - first) // piece) * piece
     k, v = (each.new_zeros(rows, groups, filled, wide) for each in (key, value))
     for whole, each in ((k, key), (v, value)):
         whole[:, :, left : left + columns - first, : each.shape[3]] = each[:, :, first:]
-    size = max(1, QUERIES // shared)
+    size = max(1, most // shared)
     results = []
     for start in range(0, count, size):
         end = min(count, start + size)
@@ -318,27 +321,45 @@ def _attend(
     return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
 
-def _piece(dtype: torch.dtype, width: int) -> int:
-    """Return the number of columns that attention's are filled up to: the first of PIECES by which a trial's queries keep their
-    bits, else the last."""
+def _pieces_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
+    """Return the number of columns that attention's are filled up to, and the most queries of a call: the first of PIECES "
+    "and QUERIES by
+    which a trial's queries keep their bits, else the last."""
     key = dtype, width, torch.get_num_threads()
     if key not in _pieces:
         draw = torch.Generator().manual_seed(2)
-        k, v = (torch.randn(1, 2, 1536, width, generator=draw).to(dtype) for _ in range(2))
-        q = torch.randn(1, 2, QUERIES, width, generator=draw).to(dtype)
-        mask, found = torch.zeros(QUERIES, 1536, dtype=dtype), PIECES[-1]
-        for piece in PIECES[:-1]:
-            same = True
-            for seen in range(31, 1136, 32):
-                hidden = mask.masked_fill(torch.arange(1536) >= seen, -torch.inf)
-                whole = functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
-                used = -(-seen // piece) * piece
-                part = functional.scaled_dot_product_attention(
-                    q[:, :, :QUERY_BLOCK], k[:, :, :used], v[:, :, :used], attn_mask=hidden[:QUERY_BLOCK, :used]
+        k, v = (torch.randn(1, 1, 1536, width, generator=draw).to(dtype) for _ in range(2))
+        q = torch.randn(1, 1, QUERIES[0], width, generator=draw).to(dtype)
+        columns = torch.arange(1536)
+
+        def attend(count: int, used: int, seen: int) -> Tensor:
+            mask = torch.zeros(count, used, dtype=dtype).masked_fill_(columns[:used] >= seen, -torch.inf)
+            parts = q.split(count, 2)[: QUERIES[-1] // count or 1]
+            found = [
+                functional.scaled_dot_product_attention(each, k[:, :, :used], v[:, :, :used], attn_mask=mask)
+                for each in parts
+            ]
+            return torch.cat(found, 2)[:, :, : QUERIES[-1]]
+
+        seen_by = range(31, 1136, 32)
+        whole = {seen: attend(QUERY_BLOCK, 1536, seen) for seen in seen_by}
+        piece = next(
+            (
+                piece
+                for piece in PIECES
+                if all(
+                    torch.equal(attend(QUERY_BLOCK, -(-seen // piece) * piece, seen), whole[seen]) for seen in seen_by
                 )
-                same = same and torch.equal(part, whole[:, :, :QUERY_BLOCK])
-            if same:
-                found = piece
-                break
-        _pieces[key] = found
+            ),
+            PIECES[-1],
+        )
+        most = next(
+            (
+                count
+                for count in QUERIES
+                if all(torch.equal(attend(count, 1536, seen), whole[seen]) for seen in seen_by[::4])
+            ),
+            QUERIES[-1],
+        )
+        _pieces[key] = piece, most
     return _pieces[key]

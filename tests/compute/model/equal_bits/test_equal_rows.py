@@ -17,8 +17,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from swarmnode.compute.model import equal_rows
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.equal_bits import equal_rows
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import LocalError
@@ -43,7 +43,8 @@ def saved(config: Any, folder: Path) -> Checkpoint:
 
 
 def logits(runner: StageRunner, ids_BT: torch.Tensor, cuts: list[int], company: int = 0) -> torch.Tensor:
-    """Of one text whose passes have `cuts` positions in turn, beside sessions of other lengths; one cut goes back and comes again."""
+    """Of one text in passes of `cuts` positions, beside sessions of other lengths. Its last positions are cut off and come
+    again."""
     draw = torch.Generator().manual_seed(company)
 
     def other(count: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Plain products with equal bits in any company."""
