@@ -70,7 +70,7 @@ def minilm() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plain checkpoint that is made of SmolLM2's GGUF file when a swarm is founded on it."""
-    from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+    from swarmnode.compute.gguf.gguf import GgufCheckpoint
 
     folder = tmp_path_factory.mktemp("smollm2")
     GgufCheckpoint(smollm2).write(folder)

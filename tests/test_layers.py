@@ -27,6 +27,7 @@ COMPUTE = (
     "",
     "packing",
     "model",
+    "gguf",
     "serving",
     "training",
     "graph",

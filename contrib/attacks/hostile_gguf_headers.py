@@ -11,8 +11,8 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
-from swarmnode.compute.model.gguf.repack import GgufRepack
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.gguf.repack import GgufRepack
 from swarmnode.compute.packing.recipes import recipe_of
 from swarmnode.errors import SwarmnodeError
 from tests.compute.model.llama_gguf import save_llama_gguf

@@ -50,8 +50,8 @@ from real_sizes import READY_TIMEOUT_S, halves, together
 from torch import Tensor, nn
 from weights import Cpu
 
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.packing.ggml import FORMATS, dequantise
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.http_server import serving_http

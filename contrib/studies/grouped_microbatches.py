@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from swarmnode.compute.executor import drain
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.adapter_trainer import AdapterTrainer

@@ -52,8 +52,8 @@ from swarmnode.swarm.storage.content import (
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_folder
 
 if TYPE_CHECKING:
+    from swarmnode.compute.gguf.gguf import GgufCheckpoint
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
     from swarmnode.compute.model.hub import HubGguf
 
 
@@ -126,9 +126,9 @@ def open_model(
     Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
     it is damaged or its quantisation is not supported; LocalError if the disk is too small.
     """
+    from swarmnode.compute.gguf.gguf import SUFFIX, GgufCheckpoint
     from swarmnode.compute.model.checkpoint_writer import QuantisedCheckpoint
     from swarmnode.compute.model.family import settings_of
-    from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint
 
     path = Path(model).expanduser()
     gguf = local_gguf(model)
@@ -171,7 +171,7 @@ def open_model(
 def local_gguf(model: str) -> Path | None:
     """Return the GGUF file that `model` names, a file or a folder here, or a model on the hub, which is fetched; None if it names
     none. Raises UsageError, CheckpointError."""
-    from swarmnode.compute.model.gguf.gguf import find_gguf
+    from swarmnode.compute.gguf.gguf import find_gguf
     from swarmnode.compute.model.hub import find_on_hub
 
     path = Path(model).expanduser()
@@ -250,9 +250,9 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
     exported.
     """
+    from swarmnode.compute.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.compute.graph.exporting.module_export import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
-    from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.compute.model.hub import find_on_hub
     from swarmnode.founding import graph_source
 
@@ -277,7 +277,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
 
 def _gguf_of_hub(named: HubGguf, folder: Path) -> GgufCheckpoint:
     """Return a GGUF model of the hub after fetching the headers of its files into `folder`. Raises CheckpointError."""
-    from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+    from swarmnode.compute.gguf.gguf import GgufCheckpoint
 
     for size in HEADER_BYTES:
         copy = named.fetch_beginnings(size, folder)

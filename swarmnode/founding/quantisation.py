@@ -64,7 +64,7 @@ def _of_gguf(
     file: Path, out: Path, recipe: FormatMix, *, again: bool, force: bool, progress: Progress | None
 ) -> Quantised:
     """Write a GGUF file with the matrices of another one."""
-    from swarmnode.compute.model.gguf.repack import GgufRepack
+    from swarmnode.compute.gguf.repack import GgufRepack
 
     if not out.name.endswith(GGUF_SUFFIX):
         raise UsageError(f"{out}: of a GGUF file a GGUF file is made; end its name with {GGUF_SUFFIX}")
@@ -77,8 +77,8 @@ def _of_gguf(
 
 def _of_folder(model: str, out: Path, recipe: FormatMix, *, force: bool, progress: Progress | None) -> Quantised:
     """Write a folder with the matrices of a folder or a hub model."""
+    from swarmnode.compute.gguf.repack import FolderPack
     from swarmnode.compute.model.family import settings_of
-    from swarmnode.compute.model.gguf.repack import FolderPack
 
     if out.name.endswith(GGUF_SUFFIX):
         raise UsageError(

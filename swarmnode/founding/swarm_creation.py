@@ -446,7 +446,7 @@ def link_moved(swarm: Swarm, path: Path, model: Path, progress: Progress | None 
     Returns the swarm as its file now has it; None if the swarm uses no GGUF file, or `model` differs from it. Reads the whole model
     if its size is right. Raises CheckpointError if a part of a split model is missing, LocalError if the file cannot be written.
     """
-    from swarmnode.compute.model.gguf.gguf import find_gguf, parts_of
+    from swarmnode.compute.gguf.gguf import find_gguf, parts_of
 
     assert swarm.manifest is not None
     linked = sorted(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from swarmnode.compute.gguf.gguf import SUFFIX
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.gguf import SUFFIX
 from swarmnode.compute.model.mtp import (
     GuessingLayer,
     borrowed_tensors,

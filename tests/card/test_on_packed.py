@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swarmnode.compute.capacity.capacity import unit_sizes
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.card_matrix import working_bytes
 from swarmnode.compute.packing.packed_weight import PackedWeight, held_by

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
-from swarmnode.compute.model.gguf.repack import GgufRepack
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.gguf.repack import GgufRepack
 from swarmnode.compute.packing.recipes import recipe_of
 from swarmnode.errors import SwarmnodeError
 from tests.cli.command import assert_clear, invoke

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swarmnode.compute.gguf import repack
+from swarmnode.compute.gguf.repack import GgufRepack
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf import repack
-from swarmnode.compute.model.gguf.repack import GgufRepack
 from swarmnode.compute.model.span import load_model
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.packing.recipes import END, FORMATS, RECIPES, Matrix, choose, recipe_of

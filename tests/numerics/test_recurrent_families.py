@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.codec.tensors import payload_bytes
+from swarmnode.compute.gguf.repack import FolderPack
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import check_trains_at_layers, family_of
-from swarmnode.compute.model.gguf.repack import FolderPack
 from swarmnode.compute.model.traced_model import CONV, PassStates
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.packing.packed_weight import held_by

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from swarmnode.compute.model.gguf.gguf import LINK_NAME, GgufCheckpoint
+from swarmnode.compute.gguf.gguf import LINK_NAME, GgufCheckpoint
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.manifest import PACKED_FORMAT
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarmnode.compute.model.gguf.repack import PYTHON_FORMATS, quantise
+from swarmnode.compute.gguf.repack import PYTHON_FORMATS, quantise
 from swarmnode.compute.packing import ggml, ggml_matrix
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2

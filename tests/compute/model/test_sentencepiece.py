@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.model.gguf.gguf_reader import GgufReader
-from swarmnode.compute.model.gguf.gguf_tokenizer import GgufTokenizer
+from swarmnode.compute.gguf.gguf_reader import GgufReader
+from swarmnode.compute.gguf.gguf_tokenizer import GgufTokenizer
 from tests.compute.model.llama_gguf import save_llama_gguf
 
 SPACE = "▁"

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from swarmnode.compute.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import F32, FORMATS, check_finite, dequantise, library
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
@@ -94,7 +94,7 @@ def test_company_and_threads_change_no_bits(form: str, router: Callable[[str, An
 @pytest.mark.parametrize("form", [form for form in FORMATS if form not in ("F32", "F16", "MXFP4")])
 def test_a_stacks_products_are_cut_where_company_would_change_bits(form: str) -> None:
     random = torch.Generator().manual_seed(1)
-    from swarmnode.compute.model.gguf.repack import quantise
+    from swarmnode.compute.gguf.repack import quantise
 
     inputs = max(256, FORMATS[form].block)
     try:

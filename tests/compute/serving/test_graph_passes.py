@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from swarmnode.compute.gguf.repack import ROUTERS
 from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.attention import attend_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf.repack import ROUTERS
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, library
 from swarmnode.compute.packing.ggml_graph import CannotBeLowered

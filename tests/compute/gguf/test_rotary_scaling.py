@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.checkpoint import load_config
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import HEADS, HIDDEN, WORDS, save_llama_gguf
 

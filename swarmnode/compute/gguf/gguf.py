@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmnode.compute.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
+from swarmnode.compute.gguf.gguf_reader import ARRAY, GgufReader, GgufTensor
+from swarmnode.compute.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
+from swarmnode.compute.gguf.mixtures import KEYS, REFUSED, mixture_processor, read_mixture
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, check_layer_count, load_config
 from swarmnode.compute.model.checkpoint_writer import write_plain
 from swarmnode.compute.model.family import Family, family_of
-from swarmnode.compute.model.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
-from swarmnode.compute.model.gguf.gguf_reader import ARRAY, GgufReader, GgufTensor
-from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
-from swarmnode.compute.model.gguf.mixtures import KEYS, REFUSED, mixture_processor, read_mixture
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import F32, FORMATS, Format, check_finite

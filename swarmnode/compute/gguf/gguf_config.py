@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from swarmnode.compute.model.gguf.gguf_tokenizer import GgufTokenizer
-from swarmnode.compute.model.gguf.mixtures import KEYS, LATENT, scale_latent
+from swarmnode.compute.gguf.gguf_tokenizer import GgufTokenizer
+from swarmnode.compute.gguf.mixtures import KEYS, LATENT, scale_latent
 from swarmnode.errors import CheckpointError
 
 # Factors of the rotary frequencies (Llama's from 3.1 on, and LongRoPE's), stored beside the weights.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.client.tokenizer import Tokenizer, stop_ids
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
-from swarmnode.compute.model.gguf.gguf_tokenizer import PRE_TOKENIZERS, as_pipeline, pre_tokenizer
+from swarmnode.compute.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.gguf.gguf_tokenizer import PRE_TOKENIZERS, as_pipeline, pre_tokenizer
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import WORDS, save_llama_gguf
 

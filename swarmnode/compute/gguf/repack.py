@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from swarmnode.compute.gguf.gguf import fault_of_gguf, open_parts
+from swarmnode.compute.gguf.gguf_config import GgufHeader
 from swarmnode.compute.model.assemble import assemble, check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.checkpoint_writer import write_plain
-from swarmnode.compute.model.gguf.gguf import fault_of_gguf, open_parts
-from swarmnode.compute.model.gguf.gguf_config import GgufHeader
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import DTYPES, FORMATS, PACKAGE, Format, check_finite, dequantise, library
 from swarmnode.compute.packing.recipes import END, TABLE, FormatChoice, FormatMix, Matrix, choose

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from swarmnode.compute.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.family import switching_position
-from swarmnode.compute.model.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.errors import CheckpointError, LocalError
 from tests.compute.model.llama_gguf import save_llama_gguf
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.model.gguf.gguf_config import GgufHeader, complete_config
+from swarmnode.compute.gguf.gguf_config import GgufHeader, complete_config
 from swarmnode.errors import CheckpointError
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 257}
