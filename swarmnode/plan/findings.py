@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -135,24 +135,14 @@ def are_too_many(near_misses: float, positions: float) -> bool:
     return 1 - math.exp(-expected) * below < tolerances.CHANCE
 
 
-class Signs(Protocol):
-    """Measures of a member's gradients over the steps of an all-reduce, as another member sees them."""
+class Signs(NamedTuple):
+    """Measures of a member's gradients over the `steps` of an all-reduce, as another member sees them: mean `distance` from the
+    centre and `constancy` of its direction (both about 1 for an honest member), and how far they were `against` the others'."""
 
-    @property
-    def distance(self) -> float:
-        """Mean distance from the centre: about 1 for an honest member."""
-
-    @property
-    def against(self) -> float:
-        """Cumulative sum of how far its gradients were against the others'."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that were seen."""
-
-    @property
-    def constancy(self) -> float:
-        """Measure of how little the member's deviation changes its direction; about 1 for an honest one."""
+    distance: float
+    against: float
+    constancy: float
+    steps: int
 
 
 def outlier(members: Mapping[str, Signs]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -13,7 +12,17 @@ import pytest
 
 from swarmnode.decisions import DecisionLog
 from swarmnode.peer.findings_record import MAX_EVIDENCE, MAX_PEERS, Findings
-from swarmnode.plan.findings import LATEST, Kind, PeerAction, PeerFinding, PeerStanding, after, are_too_many, outlier
+from swarmnode.plan.findings import (
+    LATEST,
+    Kind,
+    PeerAction,
+    PeerFinding,
+    PeerStanding,
+    Signs,
+    after,
+    are_too_many,
+    outlier,
+)
 from swarmnode.tolerances import (
     AGAINST,
     CONSTANT,
@@ -156,26 +165,21 @@ def test_failures_rest_longer_each_time_and_a_ban_is_for_good(tmp_path: Path) ->
     assert [found.kind for found in standing.of("false").findings] == ["left out"] and not standing.shunned
 
 
-@dataclass(frozen=True)
-class Seen:
-    distance: float = 1.0
-    against: float = 0.0
-    constancy: float = 1.0
-    steps: int = STEPS
+HONEST = Signs(1.0, 0.0, 1.0, STEPS)
 
 
 @pytest.mark.parametrize(
     ("odd", "found"),
     [
-        (Seen(), None),
-        (Seen(distance=1.01 * OUTLYING, steps=1), "odd"),
-        (Seen(against=1.01 * AGAINST), "odd"),
-        (Seen(constancy=1.01 * CONSTANT), "odd"),
-        (Seen(constancy=9 * CONSTANT, steps=STEPS - 1), None),
+        (HONEST, None),
+        (HONEST._replace(distance=1.01 * OUTLYING, steps=1), "odd"),
+        (HONEST._replace(against=1.01 * AGAINST), "odd"),
+        (HONEST._replace(constancy=1.01 * CONSTANT), "odd"),
+        (HONEST._replace(constancy=9 * CONSTANT, steps=STEPS - 1), None),
     ],
 )
-def test_which_member_of_an_all_reduce_stands_out(odd: Seen, found: str | None) -> None:
-    assert outlier({"a": Seen(), "b": Seen(), "odd": odd}) == found
+def test_which_member_of_an_all_reduce_stands_out(odd: Signs, found: str | None) -> None:
+    assert outlier({"a": HONEST, "b": HONEST, "odd": odd}) == found
     assert outlier({}) is None
 
 

@@ -38,7 +38,7 @@ from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.findings import outlier
+from swarmnode.plan.findings import Signs, outlier
 from swarmnode.plan.training.averaging import codecs_by_line, is_bearable, may_cluster
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.averaging.attempt import Attempt, Circle
@@ -70,7 +70,8 @@ class Agreed:
     @property
     def suspect(self) -> PeerId:
         """The peer whose contribution seems not to be its gradient; empty if there is none."""
-        return outlier(self.histories) or ""
+        seen = self.histories.items()
+        return outlier({peer: Signs(one.distance, one.against, one.constancy, one.steps) for peer, one in seen}) or ""
 
     def commit(self, learner: DeviceLearners, norm: float) -> None:
         """Update the learner with the result. Must run on the executor."""
