@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute import expert_slots
-from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.capacity import UnitSizes, limit_bytes_for, unit_sizes
 from swarmnode.compute.expert_slots import buffer_bytes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing.ggml import library
@@ -186,6 +186,37 @@ def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Packed, str
     return Packed(tmp_path / "model", save), request.param
 
 
+def memory_for_five(sizes: UnitSizes, width: int = 1) -> int:
+    """Return the memory with room for 5 of 16 experts in each layer."""
+    expert_bytes = 3 * 64 * 128 * width**2 // 32 * 18
+    need_bytes = sizes.need_bytes(0, UNITS, 512) - 2 * (16 - 5) * expert_bytes
+    return limit_bytes_for(need_bytes) + buffer_bytes(expert_bytes // 3)
+
+
+@in_virtual_time
+async def test_adapters_work_on_a_mixture_larger_than_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)
+    (tmp_path / "model").mkdir()
+    packed = Packed(tmp_path / "model", partial(save_moe_gguf, experts=16))
+    saved = save_llama_adapter(tmp_path / "verse", packed.plain.folder, seed=1, layers="self_attn")
+    merged = TinyModel(merged_checkpoint(tmp_path / "merged", packed.plain.folder, saved), UNITS)
+    adapters = from_folders({"verse": saved}, packed.source, tmp_path / "adapters")
+    sizes = unit_sizes(Checkpoint(packed.folder), dtype=torch.float32, keeps_packed=True)
+    lent = {"memory_bytes": memory_for_five(sizes), "cache_tokens": 512}
+    async with swarm_of(packed, tmp_path / "swarm", {"a": "0:4"}, adapters=adapters, **lent) as (swarm, client):
+        hardware = swarm.members["a"].node._hardware
+        assert hardware is not None and hardware.tier is not None and hardware.tier.slots == 5
+        jobs = [(adapter, [*PROMPT, at]) for at in range(2) for adapter in ("verse", "")]
+        found = await asyncio.gather(
+            *(client.generate(prompt, max_new_tokens=NEW, adapter=adapter) for adapter, prompt in jobs)
+        )
+    for (adapter, prompt), result in zip(jobs, found, strict=True):
+        assert result.ids == (merged if adapter else packed.plain).alone(prompt, NEW)
+    assert merged.alone(PROMPT, NEW) != packed.plain.alone(PROMPT, NEW)
+
+
 @in_virtual_time
 async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fits(
     mixture: tuple[Packed, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,9 +226,7 @@ async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fit
     packed, products = mixture
     alone = packed.plain.alone(PROMPT, NEW) if products == "exact" else fast_alone(packed, PROMPT)
     sizes = unit_sizes(Checkpoint(packed.folder), dtype=torch.float32, keeps_packed=True)
-    expert_bytes = 3 * 64 * 128 * WIDTHS[products] ** 2 // 32 * 18
-    need_bytes = sizes.need_bytes(0, UNITS, 512) - 2 * (16 - 5) * expert_bytes
-    memory_bytes = limit_bytes_for(need_bytes) + buffer_bytes(expert_bytes // 3)
+    memory_bytes = memory_for_five(sizes, WIDTHS[products])
     async with VirtualSwarm(tmp_path / "swarm") as swarm:
         invite = swarm.create(packed.source).invite
         await swarm.bootstrap()
