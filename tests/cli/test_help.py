@@ -189,7 +189,7 @@ def test_words_of_other_programs_are_answered_with_the_command(typed: str, meant
     ("typed", "completed"),
     [
         ("", {name.split()[0] for name in commands() if name}),
-        ("why ", {"trace", "credit"}),
+        ("why ", {"trace", "credit", "receipt"}),
         ("adapter ", {"list", "add", "remove", "block", "unblock"}),
         ("models p", {"prune"}),
         ("plan simulate --workl", {"--workload"}),
