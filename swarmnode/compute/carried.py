@@ -243,7 +243,6 @@ def trace_calls(model: Any) -> Calls:
     Raises CallsUnknown if no layer runs or a tensor crosses without a row and a position, and any error of the model's code.
     """
     names = find_layers(model)
-    inside = tuple(f"{name}." for name in names)
     outside = _outside(model, names)
     mode, counts = _Sources(), Counter[str]()
     order: list[Source] = []
@@ -312,11 +311,7 @@ def trace_calls(model: Any) -> Calls:
         head=frozenset(name for name, at in times.items() if at == {count}),
         results=results,
         live=_live(order, reads, results),
-        tied={
-            target: source
-            for target, source in model.all_tied_weights_keys.items()
-            if target.startswith(inside) and source.startswith(inside)
-        },
+        tied=_tied_layers(model, names),
     )
 
 
@@ -347,6 +342,12 @@ def _outside(model: Any, names: Sequence[str]) -> list[str]:
         and not any(each.startswith(f"{name}." if name else "") for each in names)
         and next(module.parameters(recurse=False), None) is not None
     ]
+
+
+def _tied_layers(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return the parameters of the layers `names` that are tied to another layer's, and that one."""
+    inside, tied = tuple(f"{name}." for name in names), model.all_tied_weights_keys
+    return {name: other for name, other in tied.items() if name.startswith(inside) and other.startswith(inside)}
 
 
 def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
