@@ -57,8 +57,8 @@ OF_THE_FIRST = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """Crossing of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
+class LiveTensor:
+    """LiveTensor of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
 
     `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order.
     """
@@ -100,7 +100,7 @@ class Calls:
     embedding: frozenset[str]
     head: frozenset[str]
     results: dict[Source, Result]
-    live: tuple[tuple[Crossing, ...], ...]
+    live: tuple[tuple[LiveTensor, ...], ...]
     tied: dict[str, str]  # parameters of layers that are others'
 
     def held(self, first: int, end: int) -> frozenset[str]:
@@ -243,7 +243,6 @@ def trace_calls(model: Any) -> Calls:
     Raises CallsUnknown if no layer runs or a tensor crosses without a row and a position, and any error of the model's code.
     """
     names = find_layers(model)
-    inside = tuple(f"{name}." for name in names)
     outside = _outside(model, names)
     mode, counts = _Sources(), Counter[str]()
     order: list[Source] = []
@@ -312,20 +311,16 @@ def trace_calls(model: Any) -> Calls:
         head=frozenset(name for name, at in times.items() if at == {count}),
         results=results,
         live=_live(order, reads, results),
-        tied={
-            target: source
-            for target, source in model.all_tied_weights_keys.items()
-            if target.startswith(inside) and source.startswith(inside)
-        },
+        tied=_tied_layers(model, names),
     )
 
 
 def _live(
     order: Sequence[Source], reads: Sequence[Sources], results: dict[Source, Result]
-) -> tuple[tuple[Crossing, ...], ...]:
+) -> tuple[tuple[LiveTensor, ...], ...]:
     """Return the tensors that cross before each call, and behind the last one. `reads` are what each call and the head read."""
     numbers = {source: number for number, source in enumerate(order)}
-    live: list[tuple[Crossing, ...]] = []
+    live: list[tuple[LiveTensor, ...]] = []
     for boundary in range(len(order) + 1):
         needed = frozenset[tuple[Source, int]]().union(*reads[boundary:])
         crossing = sorted(
@@ -349,6 +344,12 @@ def _outside(model: Any, names: Sequence[str]) -> list[str]:
     ]
 
 
+def _tied_layers(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return the parameters of the layers `names` that are tied to another layer's, and that one."""
+    inside, tied = tuple(f"{name}." for name in names), model.all_tied_weights_keys
+    return {name: other for name, other in tied.items() if name.startswith(inside) and other.startswith(inside)}
+
+
 def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return a key of what a layer does with arguments of these shapes: layers with the same key return the same shapes."""
     settings = tuple(
@@ -363,7 +364,7 @@ def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return settings, tuple(tuple(each.shape) for each in layer.parameters()), told, numbers, str(tree)
 
 
-def _place(source: Source, number: int, result: Result) -> Crossing:
+def _place(source: Source, number: int, result: Result) -> LiveTensor:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
     rows, positions = _dimensions(sizes)
@@ -374,7 +375,7 @@ def _place(source: Source, number: int, result: Result) -> Crossing:
         sizes[positions : positions + 1] = streams, POSITIONS
         rows, positions = rows + (rows > positions), positions + 1
     others = tuple(size for at, size in enumerate(sizes) if at not in (rows, positions))
-    return Crossing(source, number, rows, positions, others, streams, not leaf.is_floating_point())
+    return LiveTensor(source, number, rows, positions, others, streams, not leaf.is_floating_point())
 
 
 def _dimensions(sizes: Sequence[int]) -> tuple[int | None, int | None]:
@@ -496,7 +497,7 @@ class Carrier:
             self._returned = {}
 
 
-def pack(tensors: Iterable[Tensor], places: Sequence[Crossing], width: int) -> Tensor:
+def pack(tensors: Iterable[Tensor], places: Sequence[LiveTensor], width: int) -> Tensor:
     """Return live tensors side by side as packed_BTW, behind them zeros up to `width`.
 
     A whole number becomes the signs of its bits, as large as the largest number of its position, so that a codec keeps them.
@@ -522,7 +523,7 @@ def pack(tensors: Iterable[Tensor], places: Sequence[Crossing], width: int) -> T
     return nn.functional.pad(packed_BTW, (0, width - packed_BTW.shape[-1]))
 
 
-def unpack(packed_BTW: Tensor, places: Sequence[Crossing]) -> dict[tuple[Source, int], Tensor]:
+def unpack(packed_BTW: Tensor, places: Sequence[LiveTensor]) -> dict[tuple[Source, int], Tensor]:
     """Return the live tensors of packed_BTW by their places; see `pack`."""
     found: dict[tuple[Source, int], Tensor] = {}
     at = 0

@@ -157,11 +157,11 @@ def tiny_config(config: Any) -> Any:
         tiny.num_heads = inner // tiny.head_dim
     _derive_sizes(tiny, config, known, inner)
     if own is not None:
-        layers = {int(layer): sizes for layer, sizes in own.items()}
+        sizes_of = {int(layer): sizes for layer, sizes in own.items()}
         tiny.per_layer_config = {
-            place: {name: TINY_SIZES.get(name, size) if size else size for name, size in layers[layer].items()}
+            place: {name: TINY_SIZES.get(name, size) if size else size for name, size in sizes_of[layer].items()}
             for place, layer in enumerate(kept)
-            if layer in layers
+            if layer in sizes_of
         }
     # LongRoPE has one factor for each pair of a head's rotated numbers.
     head = getattr(tiny, "head_dim", None) or tiny.hidden_size // (getattr(tiny, "num_attention_heads", None) or 1)

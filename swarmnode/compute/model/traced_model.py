@@ -108,7 +108,7 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
                 break
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
-        if again is not None and (found is None or not again.calls.is_plain(config.hidden_size)):
+        if again is not None and (found is None or not (again.calls and again.calls.is_plain(config.hidden_size))):
             found = again
         if found is None:
             raise CheckpointError(str(first_error)) from first_error
