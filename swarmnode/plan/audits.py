@@ -134,9 +134,8 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     worst = max(ratios, default=0.0)
     beyond = sorted((ratio for ratio in ratios if ratio > 1.0), reverse=True)
     false = worst > tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, tolerances.CHANCE)
-    near = worst > tolerances.NEAR * tolerance.far or _are_too_many(
-        beyond, len(ratios), tolerance.beyond, tolerances.NEAR_CHANCE
-    )
+    is_unlikely = _are_too_many(beyond, len(ratios), tolerance.beyond, tolerances.NEAR_CHANCE)
+    near = worst > tolerances.NEAR * tolerance.far or is_unlikely
     is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, tolerances.UNTRUSTED_CHANCE)
     proves = not (false or near or is_rare or tolerance.capped)
     at = ratios.index(worst) if ratios else 0

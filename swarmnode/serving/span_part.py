@@ -104,7 +104,10 @@ def find_bits(runner: StageRunner) -> bytes:
 def cost_of_equal_bits(runner: StageRunner) -> str:
     """Measure what equal bits cost a lone session that decodes, and return it as a sentence."""
     span = runner.span
-    ways = {True: contextlib.nullcontext, False: unpadded}
+    ways: dict[bool, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        True: contextlib.nullcontext,
+        False: unpadded,
+    }
     took_s: dict[bool, list[float]] = {is_padded: [] for is_padded in ways}
     runner.open(TRIAL_SESSION, rows=1, max_length=PROMPT + 2 * COST_STEPS)
     try:

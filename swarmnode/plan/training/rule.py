@@ -79,8 +79,7 @@ class StepOutlook:
         return self.clock() >= self._rests_until_s and not network.is_like(seen)
 
     def layouts(self, forecast: StepForecast, capacities: Sequence[int]) -> Sequence[LikelyLayout]:
-        """Return the likely layouts by the last forecast, computed once for each forecast, as that takes long with many
-        peers."""
+        """Return the likely layouts by the last forecast, computed once for each, as that takes long with many peers."""
         if self._layouts is None:
             began_s = self.clock()
             self._layouts = likely_layouts(forecast, capacities)

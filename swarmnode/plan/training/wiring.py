@@ -105,8 +105,7 @@ class Transfers:
         return VirtualLines(clock, list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busy_s(self, peer: PeerId) -> float:
-        """Return the seconds of booked transfers on the line of `peer`, its busiest path or its home's line, whichever takes
-        longest."""
+        """Return the seconds of booked transfers on the line of `peer`: its busiest path, or its home's line if longer."""
         return float(self._busy_s_N()[self._at(peer)])
 
     def clear(self) -> None:
@@ -115,8 +114,7 @@ class Transfers:
         self._booked_NN[:] = 0.0
 
     def there_and_back_s(self, peers: Sequence[PeerId]) -> Floats:
-        """Return [N, N]: the seconds for one more microbatch between two of `peers` and its gradient back, after all
-        bookings."""
+        """Return [N, N]: seconds for one more microbatch between two of `peers` and its gradient back, after bookings."""
         at_N = np.array([self._at(peer) for peer in peers], dtype=np.intp)
         pairs = np.ix_(at_N, at_N)
         path_NN = (self._booked_NN[pairs] + 1) * self._sending_NN[pairs]
@@ -276,8 +274,7 @@ Wire = tuple[PeerId, Span]
 
 
 def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Transfers, change: int) -> None:
-    """Book (`change` 1) or release (-1) a microbatch along `route`, on its transfers and on those of its peers that are in
-    `workers`."""
+    """Book (`change` 1) or release (-1) a microbatch along `route`, on its transfers and on its peers in `workers`."""
     transfers.book([peer for peer, _ in route], change)
     for peer, span in route:
         worker = workers.get(peer)
