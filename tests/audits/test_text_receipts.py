@@ -17,6 +17,7 @@ from swarmnode.audits.text_receipts import open_receipt, verify_text
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.errors import ProtocolError
 from swarmnode.net.identity import Identity
+from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.statement import sign_statement, sign_text_receipt
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import tamper, three_by_two
@@ -92,13 +93,8 @@ async def test_a_lying_verifier_proves_and_refutes_nothing_alone(tmp_path: Path)
 async def test_too_few_peers_of_a_class_prove_nothing(tmp_path: Path) -> None:
     async with with_receipt(tmp_path) as (swarm, client, raw):
         _, hops = open_receipt(raw, client.swarm.id)
-        client.auditor.standing.shun(
-            next(
-                member.peer
-                for name, member in swarm.members.items()
-                if name[0] == "b" and member.peer != hops[1][0].peer
-            )
-        )
+        others = [one.peer for name, one in swarm.members.items() if name[0] == "b" and one.peer != hops[1][0].peer]
+        client.auditor.standing.add(others[0], Kind.FALSE, "by this test")
         assert await verdicts(client, raw) == ["proved", "not proved"]
 
 

@@ -199,10 +199,14 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     checkpoint has weights that the model would ignore.
     """
     family, entries, quantised = checkpoint.family, checkpoint.entries, checkpoint.quantised
+    built = build_on_meta(family.model_class, family.config)
+    tables = {name.rpartition(".")[2] for name, table in built.named_buffers() if not table.is_floating_point()}
+    known = FLOATS | {"I32": torch.int32, "I64": torch.int64}
     shapes = {
-        name: (entry.shape, FLOATS[entry.dtype])
+        name: (entry.shape, known[entry.dtype])
         for name, entry in entries.items()
-        if entry.dtype in FLOATS and not (entry.is_gguf or (quantised is not None and quantised.is_quantised(name)))
+        if (entry.dtype in FLOATS or (entry.dtype in known and name.rpartition(".")[2] in tables))
+        and not (entry.is_gguf or (quantised is not None and quantised.is_quantised(name)))
     }
     packed: dict[str, Any] = dict(packed_slices({name: entry for name, entry in entries.items() if entry.is_gguf}))
     if quantised is not None:

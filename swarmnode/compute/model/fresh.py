@@ -30,7 +30,7 @@ TINY_SIZES = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "zero_expert_num"), 2),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "ple_embed_dim", "hc_lowrank", "o_lora_rank"), 8),
     **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("expert_ffn_hidden_size", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("expert_ffn_hidden_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 64),
     **dict.fromkeys(("index_n_heads", "o_groups", "index_topk"), 4),
     **dict.fromkeys(("index_head_dim", "adapter_rank"), 8),
     "embedding_dim": 32,

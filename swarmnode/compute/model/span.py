@@ -127,7 +127,9 @@ class ModelSpan:
 
     @cached_property
     def has_exact_products(self) -> bool:
-        """Whether ggml multiplies packed matrices exactly on this CPU, in a model that computes in float32."""
+        """Whether ggml multiplies packed matrices exactly on this CPU, in a model that computes in float32, all in memory."""
+        if self.experts_on_disk is not None:  # a machine with all experts in memory multiplies them in torch's way
+            return False
         is_float = self.dtype == torch.float32 and self.device.type == "cpu"
         return is_float and any(isinstance(each, PackedWeight) and each.is_exact for each in held_by(self.model))
 

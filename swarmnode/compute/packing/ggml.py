@@ -1,7 +1,7 @@
 """Library ggml (https://github.com/ggml-org/ggml), llama.cpp's for tensors: its build, its formats, its C functions.
 
-The package xllamacpp contains a build of ggml; an owner may choose another one (`own_ggml.py`). Functions are called through ggml's
-C interface. `ggml_matrix.py` has the products.
+The package xllamacpp contains a build of ggml; an owner may choose another one (`SWARMNODE_GGML`), which a process of its own tries
+before it is used. Functions are called through ggml's C interface. `ggml_matrix.py` has the products.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -22,10 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.compute.packing import own_ggml
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, LocalError
 
-PACKAGE, OWN_BUILD = own_ggml.PACKAGE, own_ggml.OWN_BUILD
+PACKAGE, OWN_BUILD = "xllamacpp", "SWARMNODE_GGML"
+"""Package with a build of ggml, and the environment variable with the path of another one"""
+TRIED = "_SWARMNODE_GGML_TRIED"
+"""Environment variable of the process that tries a build"""
+TRIAL, MAX_TOLD_CHARS = "swarmnode.compute.packing.ggml_graph", 200  # its `try_build` has what the trial computes
+LIBRARIES, TRIAL_S = ("ggml-base", "ggml-cpu", "ggml"), 120.0
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
 I32 = 26  # ggml's number of whole numbers of 32 bits
@@ -241,7 +248,7 @@ def _load() -> Library | str:
     Raises LocalError as `library` does.
     """
     if chosen := os.environ.get(OWN_BUILD):
-        return own_ggml.load_own(Path(chosen).expanduser(), lambda files: Library(*files).checked())
+        return _load_own(Path(chosen).expanduser())
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
         return ""
@@ -255,6 +262,52 @@ def _load() -> Library | str:
             except (AttributeError, OSError) as error:
                 why = str(error)
     return why
+
+
+def _load_own(path: Path) -> Library:
+    """Return the functions of a build of ggml. `path` is a library, or a folder with ggml's libraries.
+
+    The build is tried in a process of its own first, as ggml may end the process. Raises LocalError if it cannot be used.
+    """
+    ends = {"darwin": ".dylib", "win32": ".dll"}
+    start = "" if sys.platform == "win32" else "lib"
+    files = [path]
+    if path.is_dir():
+        files = [path / f"{start}{name}{ends.get(sys.platform, '.so')}" for name in LIBRARIES]
+        files = [file for file in files if file.is_file()]
+    why = ""
+    if not files or not files[0].is_file():
+        why = f"there is no library {start}{LIBRARIES[1]}"
+    elif not os.environ.get(TRIED):
+        program = f"from {TRIAL} import try_build; try_build()"
+        try:
+            tried = subprocess.run(
+                [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+                env={**os.environ, TRIED: "1"},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TRIAL_S,
+            )
+            if tried.returncode < 0:
+                why = f"it ended a process that tried it ({signal.Signals(-tried.returncode).name})"
+            elif tried.returncode:
+                why = (
+                    tried.stdout.strip() or f"a process that tried it failed: {tried.stderr.strip()[-MAX_TOLD_CHARS:]}"
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            why = f"a process that tried it did not end ({type(error).__name__})"
+    if not why:
+        try:
+            return Library(*files).checked()
+        except (AttributeError, OSError) as error:
+            why = str(error)
+    if os.environ.get(TRIED):
+        raise LocalError(why)
+    raise LocalError(
+        f"{OWN_BUILD}={path} cannot be used: {why}. Give a build of ggml for this CPU with shared libraries, of about the version "
+        f"that {PACKAGE} has, or unset {OWN_BUILD}"
+    )
 
 
 def numbers_at(address: int) -> Any:
