@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.codec.body import HopSpec
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.metrics import table
 from swarmnode.serving import server
 from tests.net.virtual import in_virtual_time
@@ -30,7 +31,7 @@ from tests.node.test_client import causal_lm
 from tests.node.test_credit import credits
 from tests.node.test_faults import TOKENS, generate_and, two_by_two
 from tests.node.test_kept_sessions import LONG, NEW, ask, reading, swarm_of
-from tests.numerics.families import COMMON, RECURRENT
+from tests.numerics.families import COMMON, RECURRENT, causal_config
 from tests.tiny import PROMPT, TinyModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -194,3 +195,29 @@ async def test_a_node_that_leaves_hands_its_states_over(
         if drafts == "off" and harm != "kill":
             told = credits(swarm)
             assert {name: told[name].served for name in others} == {name: 3 * count for name, count in others.items()}
+
+
+def test_two_nodes_serve_a_family_that_is_computed_again(tmp_path: Path) -> None:
+    config = causal_config("gemma4_text")
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    config.max_position_embeddings = 512
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    model.save_pretrained(tmp_path / "model")
+    whole = TinyModel(tmp_path / "model", units=Checkpoint(tmp_path / "model").units)
+    founded, prompt = Founded.on(whole.folder, tmp_path / "founded"), [token % config.vocab_size for token in LONG]
+
+    @in_virtual_time
+    async def serve() -> None:
+        half = whole.units // 2
+        async with swarm_of(founded, tmp_path / "swarm", {"a": f"0:{half}", "b": f"{half}:{whole.units}"}) as (
+            _,
+            client,
+        ):
+            for drafts in ("off", "auto"):
+                assert (await ask(client, prompt, drafts=drafts)).ids == whole.alone(prompt, NEW)
+
+    serve()
