@@ -10,7 +10,9 @@ same for all.
 
 A bottleneck at a boundary is h -> (h E^T) D: E and D have R orthonormal rows; R numbers cross. `random`: E = D is drawn at each
 boundary; otherwise E = D begins as the first R coordinates. `fixed` ones do not learn. `anchor`: the receiver adds a learnt
-vector of the token, so token ids must cross as well (their bytes are counted). `residual`: the identity of the first R
+vector of the token, so token ids must cross as well (their bytes are counted); `small` makes it of R learnt numbers and a learnt
+map, which is less for a large vocabulary. `frozen` is an anchor that does not learn: the
+embedding of the token as it was drawn, which the sender takes away and the receiver adds. `residual`: the identity of the first R
 coordinates stays, and a learnt map of R numbers is added to it on both sides (ResBM, arXiv 2604.11947). Projections have no
 weight decay.
 
@@ -62,6 +64,8 @@ class Setting:
     random: bool = False
     fixed: bool = False
     anchor: bool = False
+    small: bool = False
+    frozen: bool = False
     residual: bool = False
     optimizer: str = "adamw"
 
@@ -81,6 +85,9 @@ SETTINGS = {
     "8x residual int8": Setting(Codec.INT8, 8, residual=True),
     "int8": Setting(Codec.INT8),
     "16x anchor int8": Setting(Codec.INT8, 16, anchor=True),
+    "16x small anchor int8": Setting(Codec.INT8, 16, anchor=True, small=True),
+    "8x frozen anchor int8": Setting(Codec.INT8, 8, frozen=True),
+    "16x frozen anchor int8": Setting(Codec.INT8, 16, frozen=True),
     "8x": Setting(Codec.NONE, 8),
     "bf16": Setting(Codec.BF16),
     "muon none": Setting(optimizer="muon"),
@@ -107,7 +114,9 @@ class Wire:
         said = decode(info, payload)
         if sparse:
             self._left[way] = wanted - said
-        self.sent_bytes[way] += len(bytes(payload)) + (ID_BYTES * values[..., 0].numel() if self.setting.anchor else 0)
+        self.sent_bytes[way] += len(bytes(payload)) + (
+            ID_BYTES * values[..., 0].numel() if self.setting.anchor | self.setting.frozen else 0
+        )
         return said
 
 
@@ -131,6 +140,7 @@ class Boundary(nn.Module):
         super().__init__()
         self.wire, self.setting = Wire(setting), setting
         self.ids_BT: Tensor | None = None
+        self.frozen_VH = torch.zeros(())  # embedding that was drawn
         self.rank = hidden // setting.divisor if setting.divisor else 0
         if not self.rank:
             return
@@ -146,12 +156,18 @@ class Boundary(nn.Module):
             drawn_RH = torch.randn(self.rank, hidden, generator=torch.Generator().manual_seed(seed))
             self.encoder_RH.data = 0.02 * drawn_RH
         if setting.anchor:
-            self.anchor_VH = nn.Parameter(torch.zeros(256, hidden))
+            self.anchor_VA = nn.Parameter(torch.zeros(256, self.rank if setting.small else hidden))
+        if setting.small:
+            drawn_AH = torch.randn(self.rank, hidden, generator=torch.Generator().manual_seed(seed))
+            self.anchor_AH = nn.Parameter(drawn_AH / math.sqrt(hidden))
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         """Return the hidden states as the receiver has them."""
         if not self.rank:
             return Crossing.apply(hidden_BTH, self.wire)
+        if self.setting.frozen:
+            known_BTH = nn.functional.embedding(self.ids_BT, self.frozen_VH)
+            hidden_BTH = hidden_BTH - known_BTH
         code_BTR = hidden_BTH @ self.encoder_RH.T
         if self.setting.residual:
             code_BTR = code_BTR + hidden_BTH[..., : self.rank]
@@ -159,8 +175,11 @@ class Boundary(nn.Module):
         decoded_BTH = code_BTR @ self.decoder_RH
         if self.setting.residual:
             decoded_BTH = decoded_BTH + nn.functional.pad(code_BTR, (0, hidden_BTH.shape[-1] - self.rank))
+        if self.setting.frozen:
+            decoded_BTH = decoded_BTH + known_BTH
         if self.setting.anchor:
-            decoded_BTH = decoded_BTH + nn.functional.embedding(self.ids_BT, self.anchor_VH)
+            anchor_BTA = nn.functional.embedding(self.ids_BT, self.anchor_VA)
+            decoded_BTH = decoded_BTH + (anchor_BTA @ self.anchor_AH if self.setting.small else anchor_BTA)
         return decoded_BTH
 
     @torch.no_grad()
@@ -187,6 +206,7 @@ def build(options: argparse.Namespace, setting: Setting, seed: int) -> tuple[Any
     model: Any = LlamaForCausalLM(config)
     boundaries = [Boundary(setting, options.hidden, seed * 100 + place) for place in places(options.layers)]
     for place, boundary in zip(places(options.layers), boundaries, strict=True):
+        boundary.frozen_VH = model.get_input_embeddings().weight.detach().clone()
 
         def behind(_layer: object, _inputs: object, output: Any, boundary: Boundary = boundary) -> Any:
             if isinstance(output, tuple):
