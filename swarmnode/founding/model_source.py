@@ -34,6 +34,7 @@ from swarmnode.compute.model.stack import (
     THIN_OUT,
     Bottleneck,
     boundaries,
+    digit_count,
     principal_directions,
     usual_anchor,
 )
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.model.hub import HubGguf
 
 
+READS_TEXT = "each stage sees all text, for its anchors; with --no-anchor only the first and the last stage do"
 WINDOW, WINDOWS = 128, 32  # tokens of a forward pass that chooses a bottleneck's first projections
 _LAYER = re.compile(r"((?:.*\.)?)\d+\.")
 
@@ -361,6 +363,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         remarks=(
             *(_remarks(checkpoint, model, out) if made else []),
             *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
+            *([READS_TEXT] if digit_count(checkpoint.config) else []),
         ),
     )
 

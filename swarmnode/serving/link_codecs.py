@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmnode.codec.messages import Input, LinkCodec, Mode, Open
-from swarmnode.codec.tensors import PLAIN_CODECS, SPARSE_CODECS, Codec, DType, TensorInfo
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF
 from swarmnode.errors import ErrorCode
 from swarmnode.links.link_config import LinkConfig
@@ -97,9 +97,7 @@ class SessionCodecs:
 def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:
     """Return the rules of a node that computes in `dtype` for choosing the codecs of hidden states."""
     manifest, links, directory = host.swarm.manifest, host.link_config, host.directory
-    allowed = SERVING_CODECS if manifest is None else manifest.codecs
-    if manifest is not None and manifest.anchor:  # the tokens' digits must arrive as they are
-        allowed = tuple(codec for codec in allowed if codec in PLAIN_CODECS)
+    allowed = SERVING_CODECS if manifest is None else manifest.session_codecs
     return CodecRules(frozenset(allowed), DTYPE_OF[dtype], lambda peer: bandwidth_to(peer, links, directory))
 
 

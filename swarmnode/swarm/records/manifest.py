@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import PLAIN_CODECS, Codec
 from swarmnode.config import EQUAL, EXACT, FAST
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.storage.content import (
@@ -193,6 +193,11 @@ class Manifest(msgspec.Struct, frozen=True):
     def width(self) -> int:
         """Numbers of a position that cross between two stages of a language model; 0 of a graph."""
         return self.bottleneck or self.model.hidden
+
+    @property
+    def session_codecs(self) -> tuple[int, ...]:
+        """Codecs that links may use for the values of sessions: with anchors those that leave a token's digits as they are."""
+        return tuple(codec for codec in self.codecs if codec in PLAIN_CODECS) if self.anchor else self.codecs
 
     def file(self, name: str) -> FileContent | None:
         """Return the file of that name; None if there is none."""
