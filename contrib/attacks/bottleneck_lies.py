@@ -14,9 +14,9 @@ VIRTUAL, FAST = True, True
 
 
 async def attack(*, share: float = 1.0) -> Outcome:
-    """Try lies in the numbers and the tokens that go forward, and in what comes back. `share`: what replicas spend on checks."""
+    """Try two lies, in the numbers and in the tokens that go forward. `share`: what honest replicas spend on checks."""
     fell: list[str] = []
-    for what, name in (("sends", "one number"), ("names", "another token"), ("returns", "swapped")):
+    for what, name in (("sends", "one number"), ("names", "another token")):
         with tempfile.TemporaryDirectory() as folder:
             swarm = ThinSwarm(Path(folder))
             try:

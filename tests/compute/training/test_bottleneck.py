@@ -23,7 +23,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.update_rules import retract
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_config, with_bottleneck
-from swarmnode.swarm.records.run import Averaging, is_projection
+from swarmnode.swarm.records.run import Averaging, Recipe, is_projection
 from tests.compute.training.conftest import (
     LENGTH,
     SAMPLES,
@@ -133,6 +133,25 @@ def test_tokens_cross_beside_the_rank_and_each_anchor_has_one_owner(thin: Found)
     assert sorted(name for name in named if "anchor" in name) == sorted(
         f"model.layers.{layer}.thin_anchor{what}.weight" for layer in (1, 2) for what in ("", "_map")
     )
+
+
+def test_tokens_cross_beside_places_and_sums_of_routers(tmp_path: Path) -> None:
+    config = tiny_config(AutoConfig.for_model("mixtral"))
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 256, 1, 2
+    config.save_pretrained(tmp_path / "config")
+    from_config(tmp_path / "config", tmp_path / "weights", bottleneck=RANK, stage_layers=1)
+    checkpoint = Checkpoint(tmp_path / "weights")
+    run = make_run(schedule="recipe", recipe=Recipe(router_balance=0.1, router_z_loss=0.1))
+    places_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4], [*range(7), *range(5)]])
+    losses = []
+    for cuts in ((0, checkpoint.family.units), range(checkpoint.family.units + 1)):
+        values: tuple[Tensor, ...] = (ids_of(0, 0), places_BT)
+        for learner in learners(checkpoint, run, cuts):
+            assert len(values) in (2, 4)
+            segment = learner.segment
+            values = learner.forward(0, 0, segment.start, segment.end, values, (ids_of(0, 0),))
+        losses.append(float(values[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
