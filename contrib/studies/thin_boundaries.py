@@ -62,6 +62,7 @@ class Setting:
     random: bool = False
     fixed: bool = False
     anchor: bool = False
+    narrow_anchor: bool = False  # the table has R numbers of a token, which a learnt map widens
     residual: bool = False
     optimizer: str = "adamw"
 
@@ -81,6 +82,8 @@ SETTINGS = {
     "8x residual int8": Setting(Codec.INT8, 8, residual=True),
     "int8": Setting(Codec.INT8),
     "16x anchor int8": Setting(Codec.INT8, 16, anchor=True),
+    "8x narrow anchor int8": Setting(Codec.INT8, 8, anchor=True, narrow_anchor=True),
+    "16x narrow anchor int8": Setting(Codec.INT8, 16, anchor=True, narrow_anchor=True),
     "8x": Setting(Codec.NONE, 8),
     "bf16": Setting(Codec.BF16),
     "muon none": Setting(optimizer="muon"),
@@ -146,7 +149,10 @@ class Boundary(nn.Module):
             drawn_RH = torch.randn(self.rank, hidden, generator=torch.Generator().manual_seed(seed))
             self.encoder_RH.data = 0.02 * drawn_RH
         if setting.anchor:
-            self.anchor_VH = nn.Parameter(torch.zeros(256, hidden))
+            self.anchor_VA = nn.Parameter(torch.zeros(256, self.rank if setting.narrow_anchor else hidden))
+            if setting.narrow_anchor:
+                drawn_AH = torch.randn(self.rank, hidden, generator=torch.Generator().manual_seed(seed))
+                self.anchor_map_AH = nn.Parameter(drawn_AH / self.rank**0.5)
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         """Return the hidden states as the receiver has them."""
@@ -160,7 +166,10 @@ class Boundary(nn.Module):
         if self.setting.residual:
             decoded_BTH = decoded_BTH + nn.functional.pad(code_BTR, (0, hidden_BTH.shape[-1] - self.rank))
         if self.setting.anchor:
-            decoded_BTH = decoded_BTH + nn.functional.embedding(self.ids_BT, self.anchor_VH)
+            anchors_BTA = nn.functional.embedding(self.ids_BT, self.anchor_VA)
+            decoded_BTH = decoded_BTH + (
+                anchors_BTA @ self.anchor_map_AH if self.setting.narrow_anchor else anchors_BTA
+            )
         return decoded_BTH
 
     @torch.no_grad()

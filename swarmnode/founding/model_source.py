@@ -35,6 +35,7 @@ from swarmnode.compute.model.stack import (
     Bottleneck,
     boundaries,
     digit_count,
+    first_anchor_map,
     principal_directions,
     usual_anchor,
 )
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.model.hub import HubGguf
 
 
-READS_TEXT = "each stage sees all text, for its anchors; with --no-anchor only the first and the last stage do"
+READS_TEXT = "each stage sees all text, for its anchors; with --anchor 0 only the first and the last stage do"
 WINDOW, WINDOWS = 128, 32  # tokens of a forward pass that chooses a bottleneck's first projections
 _LAYER = re.compile(r"((?:.*\.)?)\d+\.")
 
@@ -418,11 +419,12 @@ def from_config(
     byte_level: bool = False,
     bottleneck: int | None = None,
     stage_layers: int | None = None,
-    anchors: bool = True,
+    anchor: int | None = None,
     force: bool = False,
 ) -> ModelSource:
     """Write fresh weights for a transformers config (a folder, or its config.json) and its tokenizer into the folder `out`. With
-    a `bottleneck` only so many numbers cross between stages of `stage_layers` layers, beside the token's id if there are `anchors`.
+    a `bottleneck` only so many numbers cross between stages of `stage_layers` layers, beside the token's id if
+    `anchor` is not 0, the size of the vector of a token (None: the usual one).
 
     A model that cannot be split at its layers, such as a recurrent one, is written as a graph: it can be trained, but not
     served. Raises UsageError if there is no config, CheckpointError if its family cannot be split, LocalError if the disk
@@ -442,7 +444,7 @@ def from_config(
     whole = trains_whole(described)
     if whole and bottleneck is not None:
         raise UsageError("--bottleneck: this model is trained as a graph, not in layers; leave the option out")
-    narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers, anchors)
+    narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers, anchor)
     if not whole:
         check_family(family_of(described))
     with new_folder(out, force=force) as partial:
@@ -457,12 +459,12 @@ def from_config(
     return ModelSource.of_graph(out, model, vocabulary=getattr(described, "vocab_size", None), remarks=made.remarks)
 
 
-def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchors: bool) -> Bottleneck:
+def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchor: int | None) -> Bottleneck:
     """Return the bottleneck of a model of this config. Raises UsageError if it cannot have that, or has one already."""
     if getattr(config, CONFIG_KEY, None) is not None:
         raise UsageError("--bottleneck: the model has one already; leave the option out, or give the model without it")
     layers = -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers
-    bottleneck = Bottleneck(rank, layers, usual_anchor(config, rank) if anchors and rank > 0 else 0)
+    bottleneck = Bottleneck(rank, layers, usual_anchor(config, rank) if anchor is None and rank > 0 else anchor or 0)
     if fault := bottleneck.fault(config):
         raise UsageError(f"--bottleneck: {fault}")
     return bottleneck
@@ -475,7 +477,7 @@ def with_bottleneck(
     read: Callable[[Path], Sequence[int]],
     *,
     stage_layers: int | None = None,
-    anchors: bool = True,
+    anchor: int | None = None,
     byte_level: bool = False,
     force: bool = False,
 ) -> ModelSource:
@@ -483,7 +485,8 @@ def with_bottleneck(
 
     Only `rank` numbers cross between stages of `stage_layers` layers (None: a fifth of all). The projections begin as the
     principal directions of the hidden states in a forward pass of the whole model, on the first tokens of those that `read`
-    returns for the model's folder. If there are `anchors`, tokens' vectors, they begin as zero. Raises as `from_checkpoint`.
+    returns for the model's folder. Tokens' vectors of `anchor` numbers (None: the usual size) begin as zero. Raises as
+    `from_checkpoint`.
     """
     import torch
 
@@ -494,7 +497,7 @@ def with_bottleneck(
 
     plain = out.with_name(f".{out.name}.plain")  # of a quantised model, until the projections are beside its weights
     checkpoint = open_model(model, plain, force=True)
-    bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers, anchors), checkpoint.family
+    bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers, anchor), checkpoint.family
     check_trains_at_layers(family)
     ids, length = read(Path(checkpoint.path)), min(WINDOW, position_limit(family) or WINDOW)
     rows = min(WINDOWS, len(ids) // length)
@@ -507,17 +510,15 @@ def with_bottleneck(
     with torch.inference_mode():
         for before in boundaries(bottleneck, family.layer_count):
             states = span.forward(states, cache=None, start=done, end=before + 2)
-            rows_HH, done = principal_directions(states, states.shape[-1]), before + 2
-            rows_RH, behind = rows_HH[:rank].contiguous(), f"{layer_name[1]}{before + 1}"
+            rows_RH, done = principal_directions(states, rank), before + 2
+            behind, hidden = f"{layer_name[1]}{before + 1}", states.shape[-1]
             states = states @ rows_RH.T @ rows_RH
             projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
             projections[f"{behind}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
             if bottleneck.anchor:
                 projections[f"{behind}.{ANCHOR}.weight"] = torch.zeros(span.vocab_size, bottleneck.anchor)
-            if 0 < bottleneck.anchor < len(rows_HH):  # the directions that do not cross come first
-                projections[f"{behind}.{ANCHOR_MAP}.weight"] = rows_HH.roll(-rank, 0)[
-                    : bottleneck.anchor
-                ].T.contiguous()
+            if 0 < bottleneck.anchor < hidden:
+                projections[f"{behind}.{ANCHOR_MAP}.weight"] = first_anchor_map(hidden, bottleneck.anchor, before + 1)
     values = read_json(checkpoint.path / CONFIG_NAME)
     with new_folder(out, force=force) as partial:
         for file in checkpoint_files(Path(checkpoint.path)):

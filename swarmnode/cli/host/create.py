@@ -76,10 +76,12 @@ class NewModelOptions:
     stage_layers: int | None = option(
         None, "With --bottleneck: layers of the smallest stage; default: a fifth of all.", typed=int, metavar="K"
     )
-    no_anchor: bool = option(
-        False,
-        "With --bottleneck: no learned vector of the token behind each boundary. Then tokens are sent to the first and the last "
-        "stage alone, and the loss is higher.",
+    anchor: int | None = option(
+        None,
+        "With --bottleneck: size of the learned vector of each token that the stage behind a boundary adds, at most the hidden "
+        "size; default: by vocabulary. 0: none; then the first and the last stage alone see the text, and the loss is higher.",
+        typed=int,
+        metavar="A",
     )
     sample: Path | None = path_option(
         "With --bottleneck and --model: a text like the data, from which the projections begin."
@@ -104,8 +106,8 @@ class NewModelOptions:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
-        if self.bottleneck is None and (self.stage_layers is not None or self.sample or self.no_anchor):
-            raise UsageError("--stage-layers, --no-anchor and --sample need --bottleneck")
+        if self.bottleneck is None and (self.stage_layers is not None or self.sample or self.anchor is not None):
+            raise UsageError("--stage-layers, --anchor and --sample need --bottleneck")
         if self.bottleneck is not None and (self.module or self.mode == "serve"):
             raise UsageError("--bottleneck needs a language model (--config or --model) and --mode train")
         if (self.bottleneck is not None and bool(self.model)) != bool(self.sample):
@@ -163,7 +165,7 @@ class NewModelOptions:
                 byte_level=self.byte_level,
                 bottleneck=self.bottleneck,
                 stage_layers=self.stage_layers,
-                anchors=not self.no_anchor,
+                anchor=self.anchor,
                 force=force,
             )
         if self.module:
@@ -176,7 +178,7 @@ class NewModelOptions:
                     self.bottleneck,
                     self._sample_ids,
                     stage_layers=self.stage_layers,
-                    anchors=not self.no_anchor,
+                    anchor=self.anchor,
                     byte_level=self.byte_level,
                     force=force,
                 )

@@ -307,13 +307,21 @@ def boundaries(bottleneck: Bottleneck, count: int) -> list[int]:
 
 @torch.no_grad()
 def begin_projections(layers: Mapping[int, nn.Module]) -> None:
-    """Set the projections of some `layers`: the first R coordinates cross. Anchors are zero, mapped to the coordinates behind."""
-    for layer in layers.values():
-        for name in (THIN_IN, THIN_OUT, ANCHOR, ANCHOR_MAP):
-            if (module := getattr(layer, name, None)) is None:
-                continue
-            weight = torch.eye(*module.weight.shape) * (name != ANCHOR)
-            module.weight.copy_(weight.roll(layer.thin_in.weight.shape[1], 0) if name == ANCHOR_MAP else weight)
+    """Set the projections and anchors of some `layers`, by number: the first R coordinates cross, and anchors are zero."""
+    for number, layer in layers.items():
+        for module in (getattr(layer, name, None) for name in (THIN_IN, THIN_OUT)):
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(torch.eye(*module.weight.shape))
+        if hasattr(layer, ANCHOR):
+            layer.thin_anchor.weight.zero_()
+        if hasattr(layer, ANCHOR_MAP):
+            layer.thin_anchor_map.weight.copy_(first_anchor_map(*layer.thin_anchor_map.weight.shape, number))
+
+
+def first_anchor_map(hidden: int, anchor: int, layer: int) -> Tensor:
+    """Return the map of anchors of a new boundary before a layer, map_HA: random, so that small tables move all coordinates."""
+    drawn_HA = torch.randn(hidden, anchor, generator=torch.Generator().manual_seed(layer))
+    return drawn_HA / anchor**0.5
 
 
 @torch.no_grad()

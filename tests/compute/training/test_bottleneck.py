@@ -79,9 +79,9 @@ def distance(matrix: Tensor) -> float:
     [
         ("llama", {}, RANK),
         ("gpt2-dropout", {}, RANK),  # tied, and with dropout
-        ("llama", {"rank": 32}, 32),  # anchors of the hidden size have no map
+        ("llama", {"anchor": 32}, 32),  # anchors of the hidden size have no map
         ("llama", {"vocabulary": 300}, RANK),  # ids of two digits
-        ("llama", {"anchors": False}, 0),
+        ("llama", {"anchor": 0}, 0),
     ],
     ids=str,
 )
@@ -109,7 +109,7 @@ def test_other_families(tmp_path: Path, model_type: str) -> None:
 
 
 def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) -> None:
-    chain = learners(thin("llama", anchors=False), make_run(), EACH)
+    chain = learners(thin("llama", anchor=0), make_run(), EACH)
     values = chain[0].forward(0, 0, 0, 1, (ids_of(0, 0),))
     assert [value.shape for value in values] == [(SAMPLES, LENGTH, RANK)]
     named = [name for learner in chain for name in projections([learner])]
@@ -176,7 +176,7 @@ def test_wrong_tokens_of_a_neighbour_are_refused(
 
 
 def test_anchors_begin_without_effect_and_learn(thin: Found) -> None:
-    chains = [learners(thin("llama", anchors=anchors), make_run(), WHOLE) for anchors in (True, False)]
+    chains = [learners(thin("llama", anchor=anchor), make_run(), WHOLE) for anchor in (32, 0)]
     losses = [train(chain, 2) for chain in chains]
     assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
     learnt = [one for name, one in chains[0][0].block(1).parameters.items() if "thin_anchor." in name]
@@ -328,6 +328,9 @@ def test_principal_directions_keep_most_of_the_energy() -> None:
 def test_impossible_bottlenecks_are_refused(tmp_path: Path, rank: int, layers: int, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         found(tmp_path, "llama", rank, stage_layers=layers)
+    for anchor in (-1, 33):
+        with pytest.raises(UsageError, match="choose 0 to 32"):
+            found(tmp_path, "llama", anchor=anchor)
     assert not (tmp_path / "weights").exists()
 
 
