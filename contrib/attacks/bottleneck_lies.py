@@ -1,4 +1,5 @@
-"""A stage of a model with a bottleneck sends false codes, one number of a token's few or all, to steer all states behind it."""
+"""A stage of a model with a bottleneck sends false codes, one number of a token's few or all, or names other tokens, to steer all
+states behind it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ VIRTUAL, FAST = True, True
 
 
 async def attack(*, share: float = 1.0) -> Outcome:
-    """Try two lies, in what goes forward and in what comes back. `share`: what honest replicas spend on checks."""
+    """Try two lies, in the numbers and in the tokens that go forward. `share`: what honest replicas spend on checks."""
     fell: list[str] = []
-    for what, name in (("sends", "one number"), ("returns", "swapped")):
+    for what, name in (("sends", "one number"), ("names", "another token")):
         with tempfile.TemporaryDirectory() as folder:
             swarm = ThinSwarm(Path(folder))
             try:

@@ -127,7 +127,8 @@ TABLE = CommandTable(
     },
     topics={  # NAME@COMMAND: of that command only
         "Model": "model mode config@create config@host seed@create seed@host module task plain products equal-bits "
-        "byte-level units bottleneck stage-layers sample adapter adapters quantize kv dtype capture draft-model weights span",
+        "byte-level units bottleneck stage-layers anchor sample adapter adapters quantize kv dtype capture draft-model "
+        "weights span",
         "This machine": "memory disk expert-disk device threads cpu-share nice idle-disk max-upload max-download "
         "max-gpu-temperature max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "

@@ -299,7 +299,7 @@ class ModelFiles:
             manifest, folder = self._manifest, await self.folder()
             trained = self._most_positions or context_limit(folder)
             positions = min((size for size in (manifest.model.positions, trained) if size), default=None)
-            self._limits = ModelLimits(vocabulary_size(folder), positions, manifest.codecs)
+            self._limits = ModelLimits(vocabulary_size(folder), positions, manifest.session_codecs)
         return self._limits
 
     @property

@@ -370,7 +370,7 @@ class SwarmClient(ModelClient):
         """
         self._host.supervisor.check()
         self.check_language_model()
-        check_compression(compress, self.manifest.codecs)
+        check_compression(compress, self.manifest.session_codecs)
         if adapter and hold_ends:
             raise UsageError(
                 "hold_ends does not work with an adapter: its changes to "

@@ -234,12 +234,12 @@ def decode_values(infos: Sequence[TensorInfo], payload: Buffer, device: torch.de
 
 
 def as_decoded(values: Sequence[Tensor], infos: Sequence[TensorInfo]) -> list[Tensor]:
-    """Return the floats among `values` as they would arrive, encoded as `infos` say. Raises ProtocolError if their number or
-    shapes differ."""
+    """Return `values` as they would arrive, encoded as `infos` say; whole numbers as they are. Raises ProtocolError if their number
+    or shapes differ."""
     if [tuple(value.shape) for value in values] != [info.shape for info in infos]:
         raise ProtocolError("the sent values have other shapes than the computed ones")
     pairs = zip(values, infos, strict=True)
-    return [_as_decoded(value, info) for value, info in pairs if value.is_floating_point()]
+    return [_as_decoded(value, info) if value.is_floating_point() else value for value, info in pairs]
 
 
 def _as_decoded(value: Tensor, info: TensorInfo) -> Tensor:

@@ -26,13 +26,18 @@ from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.compute.model.stack import (
+    ANCHOR,
+    ANCHOR_MAP,
     CONFIG_KEY,
     STAGES,
     THIN_IN,
     THIN_OUT,
     Bottleneck,
     boundaries,
+    digit_count,
+    first_anchor_map,
     principal_directions,
+    usual_anchor,
 )
 from swarmnode.compute.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.model.hub import HubGguf
 
 
+READS_TEXT = "each stage sees all text, for its anchors; with --anchor 0 only the first and the last stage do"
 WINDOW, WINDOWS = 128, 32  # tokens of a forward pass that chooses a bottleneck's first projections
 _LAYER = re.compile(r"((?:.*\.)?)\d+\.")
 
@@ -200,6 +206,7 @@ class ModelSource:
     original: str = ""
     quantised: bool = False
     bottleneck: int = 0
+    anchor: int = 0
 
     @classmethod
     def of_graph(
@@ -350,12 +357,14 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             title=title_of(model)[:MAX_NAME_CHARS] or UNSET if named != out else UNSET,
         ),
         bottleneck=0 if checkpoint.family.bottleneck is None else checkpoint.family.bottleneck.rank,
+        anchor=0 if checkpoint.family.bottleneck is None else checkpoint.family.bottleneck.anchor,
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         quantised=checkpoint.quantised is not None,
         original=_place_of(model) if made else "",
         remarks=(
             *(_remarks(checkpoint, model, out) if made else []),
             *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
+            *([READS_TEXT] if digit_count(checkpoint.config) else []),
         ),
     )
 
@@ -410,10 +419,12 @@ def from_config(
     byte_level: bool = False,
     bottleneck: int | None = None,
     stage_layers: int | None = None,
+    anchor: int | None = None,
     force: bool = False,
 ) -> ModelSource:
     """Write fresh weights for a transformers config (a folder, or its config.json) and its tokenizer into the folder `out`. With
-    a `bottleneck` only so many numbers cross between stages of `stage_layers` layers.
+    a `bottleneck` only so many numbers cross between stages of `stage_layers` layers, beside the token's id if
+    `anchor` is not 0, the size of the vector of a token (None: the usual one).
 
     A model that cannot be split at its layers, such as a recurrent one, is written as a graph: it can be trained, but not
     served. Raises UsageError if there is no config, CheckpointError if its family cannot be split, LocalError if the disk
@@ -433,7 +444,7 @@ def from_config(
     whole = trains_whole(described)
     if whole and bottleneck is not None:
         raise UsageError("--bottleneck: this model is trained as a graph, not in layers; leave the option out")
-    narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers)
+    narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers, anchor)
     if not whole:
         check_family(family_of(described))
     with new_folder(out, force=force) as partial:
@@ -448,11 +459,12 @@ def from_config(
     return ModelSource.of_graph(out, model, vocabulary=getattr(described, "vocab_size", None), remarks=made.remarks)
 
 
-def _bottleneck(config: Any, rank: int, stage_layers: int | None) -> Bottleneck:
+def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchor: int | None) -> Bottleneck:
     """Return the bottleneck of a model of this config. Raises UsageError if it cannot have that, or has one already."""
     if getattr(config, CONFIG_KEY, None) is not None:
         raise UsageError("--bottleneck: the model has one already; leave the option out, or give the model without it")
-    bottleneck = Bottleneck(rank, -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers)
+    layers = -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers
+    bottleneck = Bottleneck(rank, layers, usual_anchor(config, rank) if anchor is None and rank > 0 else anchor or 0)
     if fault := bottleneck.fault(config):
         raise UsageError(f"--bottleneck: {fault}")
     return bottleneck
@@ -465,6 +477,7 @@ def with_bottleneck(
     read: Callable[[Path], Sequence[int]],
     *,
     stage_layers: int | None = None,
+    anchor: int | None = None,
     byte_level: bool = False,
     force: bool = False,
 ) -> ModelSource:
@@ -472,7 +485,8 @@ def with_bottleneck(
 
     Only `rank` numbers cross between stages of `stage_layers` layers (None: a fifth of all). The projections begin as the
     principal directions of the hidden states in a forward pass of the whole model, on the first tokens of those that `read`
-    returns for the model's folder. Raises as `from_checkpoint`.
+    returns for the model's folder. Tokens' vectors of `anchor` numbers (None: the usual size) begin as zero. Raises as
+    `from_checkpoint`.
     """
     import torch
 
@@ -483,7 +497,7 @@ def with_bottleneck(
 
     plain = out.with_name(f".{out.name}.plain")  # of a quantised model, until the projections are beside its weights
     checkpoint = open_model(model, plain, force=True)
-    bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers), checkpoint.family
+    bottleneck, family = _bottleneck(checkpoint.config, rank, stage_layers, anchor), checkpoint.family
     check_trains_at_layers(family)
     ids, length = read(Path(checkpoint.path)), min(WINDOW, position_limit(family) or WINDOW)
     rows = min(WINDOWS, len(ids) // length)
@@ -496,16 +510,21 @@ def with_bottleneck(
     with torch.inference_mode():
         for before in boundaries(bottleneck, family.layer_count):
             states = span.forward(states, cache=None, start=done, end=before + 2)
-            rows_RH, done = principal_directions(states, bottleneck.rank), before + 2
+            rows_RH, done = principal_directions(states, rank), before + 2
+            behind, hidden = f"{layer_name[1]}{before + 1}", states.shape[-1]
             states = states @ rows_RH.T @ rows_RH
             projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
-            projections[f"{layer_name[1]}{before + 1}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
+            projections[f"{behind}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
+            if bottleneck.anchor:
+                projections[f"{behind}.{ANCHOR}.weight"] = torch.zeros(span.vocab_size, bottleneck.anchor)
+            if 0 < bottleneck.anchor < hidden:
+                projections[f"{behind}.{ANCHOR_MAP}.weight"] = first_anchor_map(hidden, bottleneck.anchor, before + 1)
     values = read_json(checkpoint.path / CONFIG_NAME)
     with new_folder(out, force=force) as partial:
         for file in checkpoint_files(Path(checkpoint.path)):
             if file.name in SMALL_NAMES - {INDEX_NAME, CONFIG_NAME}:
                 shutil.copyfile(file, partial / file.name)
-        (partial / CONFIG_NAME).write_text(json.dumps({**values, CONFIG_KEY: bottleneck._asdict()}, indent=2))
+        (partial / CONFIG_NAME).write_text(json.dumps({**values, CONFIG_KEY: bottleneck.described()}, indent=2))
         writer = ShardWriter(partial)
         for name, piece in checkpoint.open_slices(checkpoint.tensor_names).items():
             writer.add(name, piece[...])

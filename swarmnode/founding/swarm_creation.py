@@ -40,6 +40,7 @@ from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
+    ANCHOR_FORMAT,
     ANY_PACKED,
     BOTTLENECK_FORMAT,
     CAUSAL_LM,
@@ -283,6 +284,7 @@ def create_swarm(
         format=number,
         products=products or UNSET,
         bottleneck=model_source.bottleneck or UNSET,
+        anchor=model_source.anchor or UNSET,
         adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
@@ -304,7 +306,7 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
     if source.quantised:
         return QUANTISED_FORMAT
     if source.bottleneck:
-        return BOTTLENECK_FORMAT
+        return ANCHOR_FORMAT if source.anchor else BOTTLENECK_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 

@@ -97,7 +97,7 @@ class SessionCodecs:
 def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:
     """Return the rules of a node that computes in `dtype` for choosing the codecs of hidden states."""
     manifest, links, directory = host.swarm.manifest, host.link_config, host.directory
-    allowed = SERVING_CODECS if manifest is None else manifest.codecs
+    allowed = SERVING_CODECS if manifest is None else manifest.session_codecs
     return CodecRules(frozenset(allowed), DTYPE_OF[dtype], lambda peer: bandwidth_to(peer, links, directory))
 
 

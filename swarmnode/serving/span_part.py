@@ -134,7 +134,7 @@ def _compute_in_all_passes(runner: StageRunner, ways: set[bool]) -> Tensor:
     longest = min(COLUMNS, span.position_limit or COLUMNS)
     rooms = (window.room for window in runner.pool.windows.values())
     most = min((CHUNK, *rooms)) if span.has_equal_rows else 33
-    x_1T = _fixed(draw, (1, min(most, longest), *(() if span.has_embedding else (span.hidden_size,))), span)
+    x_1T = _fixed(draw, (1, min(most, longest), *(() if span.has_embedding else (span.width,))), span)
     kept: dict[tuple[torch.Size, int], Buffers] = {}
     likes: dict[int, Buffers] = {}
 

@@ -215,7 +215,9 @@ class Weights:
         if self._manifest.kind != CAUSAL_LM:
             return GraphCheckpoint(folder)
         checkpoint = Checkpoint(folder)
-        if (self._manifest.bottleneck or None) != getattr(checkpoint.family.bottleneck, "rank", None):
+        narrow = checkpoint.family.bottleneck
+        named = (0, 0) if narrow is None else (narrow.rank, narrow.anchor)
+        if named != (self._manifest.bottleneck or 0, self._manifest.anchor or 0):
             raise CheckpointError("config.json has another bottleneck than the swarm's manifest; ask its founder")
         return checkpoint
 

@@ -378,6 +378,8 @@ def test_a_model_with_a_bottleneck_trains_here_and_is_not_exported(tmp_path: Pat
         (("--config", str(config), "--bottleneck", "33"), "choose 1 to 32"),
         (("--config", str(config), "--bottleneck", "8", "--stage-layers", "3"), "choose 1 to 2"),
         (("--config", str(config), "--stage-layers", "1"), "need --bottleneck"),
+        (("--config", str(config), "--anchor", "0"), "need --bottleneck"),
+        (("--config", str(config), "--bottleneck", "8", "--anchor", "33"), "choose 0 to 32"),
         (("--module", "factory:net", "--bottleneck", "8"), "needs a language model"),
         (("--model", str(config), "--bottleneck", "8"), "--sample FILE"),
         (("--config", str(config), "--bottleneck", "8", "--sample", "data.txt"), "--sample FILE"),
@@ -386,7 +388,8 @@ def test_a_model_with_a_bottleneck_trains_here_and_is_not_exported(tmp_path: Pat
         assert not (tmp_path / "thin.swarm").exists()
     done = create("--config", str(config), "--bottleneck", "8")
     assert done.returncode == 0, done.stderr
-    assert (json.loads(done.stdout)["units"], json.loads(done.stdout)["bottleneck"]) == (3, 8)
+    told = json.loads(done.stdout)
+    assert (told["units"], told["bottleneck"], told["anchor"]) == (3, 8, 8)
     settings = ("thin.swarm", "--data", "data.txt", "--steps", "2", "--batch", "2", "--sequence", "16")
     trained = invoke("train", *settings, "--local", "--json", home=tmp_path, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr

@@ -20,17 +20,21 @@ from tests.node.test_chat_training import save_chat_model, save_chats
 from tests.node.test_evaluation import RULES, RUN, STEPS
 from tests.node.virtual_swarm import VirtualSwarm
 
+PROMPT = (1, 2, 3, 200, 7)
 
-@in_virtual_time
-async def test_nodes_train_evaluate_and_serve_a_model_with_a_bottleneck(tmp_path: Path) -> None:
+
+async def check_node_swarm(tmp_path: Path, anchor: int) -> None:
+    """Train, evaluate and serve a model with a bottleneck, with anchors of so many numbers (0: none), and compare all with one
+    process."""
     model, data = tmp_path / "model", tmp_path / "chats.jsonl"
     save_chat_model(model)
     save_chats(data, 40)
     sample = [number * 7 % 256 for number in range(500)]
-    source = with_bottleneck(str(model), tmp_path / "thin", 8, lambda _: sample, stage_layers=1)
+    source = with_bottleneck(str(model), tmp_path / "thin", 8, lambda _: sample, stage_layers=1, anchor=anchor)
     async with VirtualSwarm(tmp_path) as swarm:
         manifest = swarm.create(source, mode=TRAIN).manifest
-        assert manifest is not None and decode_manifest(encode_manifest(manifest)).bottleneck == 8
+        assert manifest is not None and decode_manifest(encode_manifest(manifest)) == manifest
+        assert (manifest.bottleneck, manifest.anchor or 0) == (8, anchor)
         units = manifest.model.units
         await swarm.bootstrap()
         for number, span in enumerate((f"0:{units - 1}", f"{units - 1}:{units}", f"{units - 1}:{units}")):
@@ -42,21 +46,36 @@ async def test_nodes_train_evaluate_and_serve_a_model_with_a_bottleneck(tmp_path
         await swarm.members["node-2"].kill()
         assert await trainer.finish() == STEPS
         async with swarm.client() as client:
-            generated = await client.generate([1, 2, 3], max_new_tokens=4, temperature=0.0)
+            generated = await client.generate(PROMPT, max_new_tokens=4, temperature=0.0)
+            with pytest.raises(UsageError, match="hold_ends does not work"):
+                await client.acausal_lm(hold_ends=True)
+            if anchor:
+                with pytest.raises(UsageError, match="does not compress as int8: choose auto, none, bf16, fp16"):
+                    await client.generate(PROMPT, max_new_tokens=1, compress="int8")
     run, batches = prepare(manifest, source.folder, data, RUN, RULES)
     segment = load_segment(Checkpoint(source.folder), 0, units, device=torch.device("cpu"))
     alone = list(train_locally(segment, run, batches))
-    told = [1, 2, 3]
+    told = list(PROMPT)
     assert [trainer.losses[step] for step in range(STEPS)] == pytest.approx([one.loss for one in alone], rel=1e-5)
     with torch.no_grad():  # the parameters of the last step, in one process
         for _ in range(4):
             logits_BTV = segment.span.forward(torch.tensor([told]), cache=None)
             told.append(int(logits_BTV[0, -1].argmax()))
-    assert list(generated.ids) == told[3:]
+    assert list(generated.ids) == told[len(PROMPT) :]
     held_out = {one.step: one.held_out_loss for one in alone if one.held_out_loss is not None}
     assert trainer.held_out == pytest.approx(held_out, rel=1e-5)
     with pytest.raises(UsageError, match="no class of transformers"):
         check_exports(manifest)
+
+
+@in_virtual_time
+async def test_nodes_train_evaluate_and_serve_a_model_with_a_bottleneck(tmp_path: Path) -> None:
+    await check_node_swarm(tmp_path, anchor=8)
+
+
+@in_virtual_time
+async def test_nodes_train_evaluate_and_serve_a_model_without_anchors(tmp_path: Path) -> None:
+    await check_node_swarm(tmp_path, anchor=0)
 
 
 def test_a_served_swarm_has_no_bottleneck(tmp_path: Path) -> None:

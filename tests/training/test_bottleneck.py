@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.compute.training.conftest import LENGTH
 from tests.compute.training.test_bottleneck import RANK, found
 from tests.net.virtual import in_virtual_time_with
 from tests.peer.training_swarm import TrainingSwarm
-from tests.training.test_spot_checks import FalseLearner
+from tests.training.test_spot_checks import LIES_FROM, FalseLearner
 from tests.training.test_training import STEPS, Curve, short_run, train
 
 Lie = Callable[[Tensor], Tensor]
@@ -43,11 +43,24 @@ LIES: Mapping[str, Lie] = {
     "turned round": torch.neg,
     "swapped": lambda code: code.flip(-1),
     "a drift of 1 %": lambda code: 1.01 * code,
+    "another token": lambda digits: digits ^ 1,
 }
 
 
+class FalseSender(FalseLearner):
+    """It `names` other tokens to the next stage than those that it got."""
+
+    names: Lie | None = None
+
+    def forward(self, lease: int, index: int, start: int, end: int, values: Any, labels: Any = ()) -> Any:
+        outputs = super().forward(lease, index, start, end, values, labels)
+        if self.names is None or self.step < LIES_FROM:
+            return outputs
+        return (outputs[0], self.names(outputs[1]), *outputs[2:])
+
+
 class ThinSwarm(TrainingSwarm):
-    """Swarm of a Llama of three units."""
+    """Swarm of a Llama of three units, with anchors."""
 
     def __init__(self, folder: Path) -> None:
         found(folder, "llama")
@@ -57,15 +70,15 @@ class ThinSwarm(TrainingSwarm):
         self.batches = ArrayBatches({"ids": ids, "labels": ids}, ["ids"], ["labels"])
 
     async def found_false(self, what: str, lie: Lie, *, share: float = 1.0, robust: bool = False) -> set[PeerId]:
-        """Train with a holder of the middle unit that tells lies in what it `sends`, `returns` or `adds`, and return the peers that
-        are left out. `share`: what the holders spend on checks."""
+        """Train with a holder of the middle unit that tells lies in what it `sends`, `names`, `returns` or `adds`, and return the
+        peers that are left out. `share`: what the holders spend on checks."""
         joined = [await self.join(*span) for span in SPANS]
         for volunteer in joined:
             volunteer.spot_checks.budget = AuditBudget(share)
         real, false = Learner, joined[LIAR].segment
 
         def make(segment: Any, *arguments: Any, **named: Any) -> Learner:
-            learner = (FalseLearner if segment is false else real)(segment, *arguments, **named)
+            learner = (FalseSender if segment is false else real)(segment, *arguments, **named)
             if segment is false:
                 setattr(learner, what, lie)
             return learner
@@ -83,10 +96,10 @@ class ThinSwarm(TrainingSwarm):
 in_thin_swarm = in_virtual_time_with(ThinSwarm)
 
 
-@in_thin_swarm
-async def test_losses_are_those_of_one_process_with_a_kill(swarm: ThinSwarm) -> None:
-    for unit in (0, 0, 1, 1, 2, 2):
-        await swarm.join(unit, unit + 1)
+async def check_losses(swarm: ThinSwarm, spans: Sequence[tuple[int, int]]) -> None:
+    """Train with a kill, and compare the losses with those of one process."""
+    for span in spans:
+        await swarm.join(*span)
     run = short_run(swarm.batches, STEPS)
     curve = Curve(after_3=lambda: swarm.kill(swarm.volunteers[3]))
     assert await train(swarm, run, swarm.batches, curve) == STEPS
@@ -99,9 +112,25 @@ async def test_losses_are_those_of_one_process_with_a_kill(swarm: ThinSwarm) -> 
     assert widths == {RANK}
 
 
+@in_thin_swarm
+async def test_losses_are_those_of_one_process_with_a_kill(swarm: ThinSwarm) -> None:
+    await check_losses(swarm, [(unit, unit + 1) for unit in (0, 0, 1, 1, 2, 2)])
+
+
+@in_thin_swarm
+async def test_losses_are_the_same_where_a_boundary_is_not_cut(swarm: ThinSwarm) -> None:
+    await check_losses(swarm, [(0, 1), (0, 2), (1, 3), (1, 3), (2, 3)])
+
+
 @pytest.mark.parametrize(
     ("what", "lie"),
-    [("sends", "one number"), ("sends", "a drift of 1 %"), ("returns", "swapped"), ("adds", "turned round")],
+    [
+        ("sends", "one number"),
+        ("names", "another token"),
+        ("sends", "a drift of 1 %"),
+        ("returns", "swapped"),
+        ("adds", "turned round"),
+    ],
 )
 @in_thin_swarm
 async def test_lies_in_the_numbers_are_found(swarm: ThinSwarm, what: str, lie: str) -> None:

@@ -76,6 +76,13 @@ class NewModelOptions:
     stage_layers: int | None = option(
         None, "With --bottleneck: layers of the smallest stage; default: a fifth of all.", typed=int, metavar="K"
     )
+    anchor: int | None = option(
+        None,
+        "With --bottleneck: size of the learned vector of each token that the stage behind a boundary adds, at most the hidden "
+        "size; default: by vocabulary. 0: none; then the first and the last stage alone see the text, and the loss is higher.",
+        typed=int,
+        metavar="A",
+    )
     sample: Path | None = path_option(
         "With --bottleneck and --model: a text like the data, from which the projections begin."
     )
@@ -99,8 +106,8 @@ class NewModelOptions:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
-        if self.bottleneck is None and (self.stage_layers is not None or self.sample):
-            raise UsageError("--stage-layers and --sample need --bottleneck")
+        if self.bottleneck is None and (self.stage_layers is not None or self.sample or self.anchor is not None):
+            raise UsageError("--stage-layers, --anchor and --sample need --bottleneck")
         if self.bottleneck is not None and (self.module or self.mode == "serve"):
             raise UsageError("--bottleneck needs a language model (--config or --model) and --mode train")
         if (self.bottleneck is not None and bool(self.model)) != bool(self.sample):
@@ -158,6 +165,7 @@ class NewModelOptions:
                 byte_level=self.byte_level,
                 bottleneck=self.bottleneck,
                 stage_layers=self.stage_layers,
+                anchor=self.anchor,
                 force=force,
             )
         if self.module:
@@ -170,6 +178,7 @@ class NewModelOptions:
                     self.bottleneck,
                     self._sample_ids,
                     stage_layers=self.stage_layers,
+                    anchor=self.anchor,
                     byte_level=self.byte_level,
                     force=force,
                 )
@@ -317,6 +326,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "priority": swarm.manifest.priority or None,
             "products": swarm.manifest.products or None,
             "bottleneck": swarm.manifest.bottleneck or None,
+            "anchor": swarm.manifest.anchor or None,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
             "kind": model_source.kind,

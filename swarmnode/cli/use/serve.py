@@ -166,7 +166,7 @@ async def _join(compress: str, how: Mapping[str, Any], swarm: Swarm) -> SwarmCli
 
     client = await SwarmClient.join(swarm, **how)
     try:
-        check_compression(compress, client.manifest.codecs)
+        check_compression(compress, client.manifest.session_codecs)
     except UsageError:
         await client.close()
         raise

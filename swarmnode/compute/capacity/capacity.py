@@ -225,13 +225,14 @@ def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) 
     """Measure forward and backward passes of a short microbatch. No parameter, gradient or random state changes."""
     parameters = [parameter for block in segment.parameters().values() for parameter in block.values()]
     positions = min(TRAINING_POSITIONS, _context(segment.span))
-    ids_BT = torch.zeros((1, positions), dtype=torch.int64, device=segment.device)
-    hidden_BTH = torch.zeros((1, positions, segment.span.width), device=segment.device)
-    values = (ids_BT,) if segment.start == 0 else (hidden_BTH.requires_grad_(),)
+    made = segment.dummies(segment.start, 1, positions)
+    values, labels = (tuple(value.to(segment.device) for value in each) for each in made)
+    if segment.start:
+        values[0].requires_grad_()
 
     def there_and_back() -> None:
         with torch.random.fork_rng(devices=_cards(segment.device)):
-            output = segment.forward(values, segment.start, segment.end, 0, (ids_BT,))[0]
+            output = segment.forward(values, segment.start, segment.end, 0, labels)[0]
         torch.autograd.grad(output.float().sum(), parameters, allow_unused=True)
 
     pass_s = best_s(there_and_back, segment.device, clock)

@@ -123,7 +123,6 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
             _remove(model, name)
     layers: nn.ModuleList = model.get_submodule(family.stack_name)
     held = {number: layers[number] for number in family.layers_of(start, end)}
-    add_projections(held, family.config)
     stack = Stack(
         held,
         total=family.layer_count,
@@ -134,6 +133,7 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
             number: str(layer.block_type) for number, layer in enumerate(layers) if hasattr(layer, "block_type")
         },
     )
+    add_projections(held, family.config, stack)
     model.set_submodule(family.stack_name, stack)
     hold(model, packed)
     _keep_ties(model)

@@ -18,7 +18,7 @@ from typing import Any
 
 from swarmnode.compute.carried import is_of_other_media, is_one_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.stack import Bottleneck, bottleneck_of
+from swarmnode.compute.model.stack import Bottleneck, bottleneck_of, digit_count
 from swarmnode.compute.model.traced_model import STATELESS_LAYERS, ModelTrace, trace_again, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
@@ -104,10 +104,15 @@ class Family(ModelTrace):
 
     @property
     def width(self) -> int:
-        """Numbers of a position that cross a boundary between units: the hidden size, or the bottleneck's rank."""
+        """Numbers of a position that cross a boundary between units: the hidden size, or a bottleneck's rank and digits."""
         if self.calls is not None:
             return self.calls.width
-        return int(self.config.hidden_size) if self.bottleneck is None else self.bottleneck.rank
+        return int(self.config.hidden_size) if self.bottleneck is None else self.bottleneck.rank + self.digits
+
+    @property
+    def digits(self) -> int:
+        """Digits of a token's id among the numbers that cross a boundary: 0 if boundaries have no anchors."""
+        return digit_count(self.config)
 
     def layers_of(self, start: int, end: int) -> range:
         """Return the numbers of the layers in units [start, end)."""

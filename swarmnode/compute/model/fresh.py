@@ -232,7 +232,7 @@ def write_fresh_model(config: Path, out: Path, seed: int, bottleneck: Bottleneck
     family = family_of(described)
     model = fresh_model(described, seed)
     if bottleneck is not None:
-        setattr(model.config, CONFIG_KEY, bottleneck._asdict())
+        setattr(model.config, CONFIG_KEY, bottleneck.described())
         layers = dict(enumerate(model.get_submodule(family.stack_name)))
         add_projections(layers, model.config)
         begin_projections(layers)

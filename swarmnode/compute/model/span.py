@@ -24,7 +24,7 @@ from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.quantised_weights import plain_slices, read_quantised
-from swarmnode.compute.model.stack import Stack
+from swarmnode.compute.model.stack import ANCHOR, BASE, Stack, digits_of, ids_of
 from swarmnode.compute.model.traced_model import CACHE_ARGUMENT, suit_cache
 from swarmnode.compute.packing.card_matrix import working_bytes
 from swarmnode.compute.packing.packed_weight import (
@@ -37,7 +37,7 @@ from swarmnode.compute.packing.packed_weight import (
 )
 from swarmnode.compute.packing.quantize import Quantization
 from swarmnode.config import EXACT, FAST, PLAIN
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, ProtocolError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
 
@@ -92,6 +92,8 @@ class ModelSpan:
         self.hidden_size = int(model.config.hidden_size)
         self.width = family.width
         """Numbers of a position that cross a boundary between units"""
+        self.digits = family.digits
+        """Digits of the token's id, in base 256 and divided by 256, among them: the last ones"""
         self.vocab_size = int(model.config.vocab_size)
         self.lowered: dict[Any, Any] = {}  # what ranges of units compute as one graph, or why they do not
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -178,7 +180,8 @@ class ModelSpan:
 
         `positions` counts the positions of all rows.
         """
-        shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
+        matrices = (p for name, p in self.stack.named_parameters() if p.dim() == 2 and f".{ANCHOR}." not in name)
+        shapes = [tuple(p.shape) for p in matrices]
         shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
         shapes += [tuple(weight.shape[-2:]) for weight in held_by(self.stack)]
         widest = max((max(shape) for shape in shapes), default=self.hidden_size)  # values of one position in a layer
@@ -221,6 +224,7 @@ class ModelSpan:
         start: int | None = None,
         end: int | None = None,
         adapters: tuple[str, ...] = (),
+        ids_BT: Tensor | None = None,
     ) -> Tensor:
         """Run units [start, end) of the span on the next positions of a batch.
 
@@ -234,13 +238,15 @@ class ModelSpan:
             start: First unit; None for the span's first one.
             end: End of the units; None for the span's end.
             adapters: Name of each row's loaded adapter, "" for none; () for the model alone.
+            ids_BT: Tokens of `x`, if boundaries have anchors and hidden states are without digits, those of the result as well.
 
         Returns:
             logits_BKV of the `keep_last` last positions if the range ends with the head, else hidden_BTH. With a reader, the states
             that left the last layer follow each position's logits: (B, K, V + H).
 
         Raises:
-            ProtocolError: An adapter is not loaded, or rows with different ones cannot be told apart in some layer.
+            ProtocolError: An adapter is not loaded, or rows with different ones cannot be told apart in some layer. Or boundaries
+                have anchors, and the tokens are not known.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
@@ -255,7 +261,9 @@ class ModelSpan:
             attention_mask = None if bool(attention_mask.all()) else attention_mask
         self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
-        entering_BTH = x if start > 0 else None
+        entering_BTH, has_digits = x if start > 0 else None, bool(self.digits) and ids_BT is None
+        if has_digits:
+            entering_BTH, ids_BT = self.tokens_apart(x, start)
         if start > 0 and self.width != self.hidden_size:  # a family prepares masks by the shape of hidden states
             x = x.new_zeros(()).expand(*x.shape[:2], self.hidden_size)
         inputs: dict[str, Any] = {
@@ -273,19 +281,45 @@ class ModelSpan:
             if end < self.family.units or keep_last == 0:
                 # Modules behind the layers get no positions, if the family allows that.
                 none = 0 if self.family.narrows else -1
-                _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, none)
+                _, hidden_BTH = self.stack.pass_through(
+                    lambda: self.model.base_model(**inputs), entering_BTH, none, ids_BT
+                )
+                if end < self.family.units and has_digits and ids_BT is not None:
+                    digits_BTD = digits_of(ids_BT, self.digits).to(hidden_BTH.dtype) / BASE
+                    return torch.cat([hidden_BTH, digits_BTD], dim=-1)
                 if end < self.family.units:
                     return hidden_BTH
                 return self.empty_logits(len(x))
             # The family's own final norm, head, scale and caps compute the logits.
             if not self.family.narrows and keep_last > 0:
                 inputs["logits_to_keep"], keep_last = keep_last, -1
-            output, hidden_BTH = self.stack.pass_through(lambda: self.model(**inputs), entering_BTH, keep_last)
+            output, hidden_BTH = self.stack.pass_through(lambda: self.model(**inputs), entering_BTH, keep_last, ids_BT)
         logits_BKV: Tensor = output.logits
         if self.reader is None:
             return logits_BKV
         hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
         return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
+
+    def tokens_apart(self, x: Tensor, start: int) -> tuple[Tensor | None, Tensor]:
+        """Return the code_BTR without digits (None at the model's start) and the tokens ids_BT of inputs of unit `start`.
+
+        Digits that name no token are taken for the nearest one: rows that only stand in may have any.
+        """
+        if start == 0:
+            if x.is_floating_point():
+                raise ProtocolError("the model's stages need the tokens themselves: embedded ones do not name them")
+            return None, x
+        rank = self.width - self.digits
+        ids_BT = ids_of((x[..., rank:].float() * BASE).round().clamp(0, BASE - 1))
+        return x[..., :rank], ids_BT.clamp(0, self.vocab_size - 1)
+
+    def names_tokens(self, x: Tensor) -> bool:
+        """Return whether the digits in hidden states x_BTW name tokens of the vocabulary; True if boundaries have no anchors."""
+        if not self.digits:
+            return True
+        digits_BTD = x[..., self.width - self.digits :].float() * BASE
+        whole = (digits_BTD == digits_BTD.round()) & (digits_BTD >= 0) & (digits_BTD < BASE)
+        return bool(whole.all()) and bool((ids_of(digits_BTD) < self.vocab_size).all())
 
     def _compute_again(
         self, x: Tensor, cache: Any, start: int, end: int, keep_last: int, adapters: tuple[str, ...]

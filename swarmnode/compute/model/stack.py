@@ -11,11 +11,16 @@ Bottleneck of a model: between two units only `rank` numbers of a position cross
 The unit before a boundary ends with a projection `thin_out` to the rank; the unit behind it begins with another one, `thin_in`,
 back to the hidden size. Both are linear layers of one unit each, with orthonormal rows or columns. So no two machines share a
 parameter, and the model computes the same, cut there or not.
+
+Anchor of a token: a learnt vector of the token that the unit behind a boundary adds to what it widens, `thin_anchor`, a table with
+a row for each token, and `thin_anchor_map` to the hidden size if the table's rows are shorter. So the token's id crosses each
+boundary, too: as its digits in base 256, the highest first, which are exact in every dtype of hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +59,7 @@ class Stack(nn.ModuleList):
         ]
         self.entering_BTH: Tensor | None = None
         self.leaving_BTH: Tensor | None = None
+        self.ids_BT: Tensor | None = None  # of the positions of a pass, if boundaries have anchors
         self.keep_last = -1
         self._is_passing = False
         self.when_left: Callable[[], None] | None = None  # called once hidden states have left the last layer
@@ -78,20 +84,20 @@ class Stack(nn.ModuleList):
         self._route = self._routes[first, end]
 
     def pass_through(
-        self, forward: Callable[[], Any], entering_BTH: Tensor | None, keep_last: int = -1
+        self, forward: Callable[[], Any], entering_BTH: Tensor | None, keep_last: int = -1, ids_BT: Tensor | None = None
     ) -> tuple[Any, Tensor]:
         """Call the family's `forward` and return its result, and the hidden states that left the last layer.
 
         With `entering_BTH` None the family's own embeddings enter. Behind the last layer the family goes on with only the last
-        `keep_last` positions (-1: all of them, 0: none).
+        `keep_last` positions (-1: all of them, 0: none). `ids_BT` are the tokens if boundaries have anchors.
         """
-        self.entering_BTH, self.keep_last, self._is_passing = entering_BTH, keep_last, True
+        self.entering_BTH, self.keep_last, self._is_passing, self.ids_BT = entering_BTH, keep_last, True, ids_BT
         try:
             output = forward()
             assert self.leaving_BTH is not None
             return output, self.leaving_BTH
         finally:
-            self.entering_BTH = self.leaving_BTH = None
+            self.entering_BTH = self.leaving_BTH = self.ids_BT = None
             self._is_passing = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -173,16 +179,24 @@ class Absent(nn.Module):
         return torch.zeros((), device=getattr(x, "device", None)) if self.is_embedding else x
 
 
-CONFIG_KEY = "swarmnode_bottleneck"  # in config.json
+CONFIG_KEY, ANCHOR_KEY = "swarmnode_bottleneck", "anchor"  # in config.json
 THIN_IN, THIN_OUT = "thin_in", "thin_out"
+ANCHOR, ANCHOR_MAP = "thin_anchor", "thin_anchor_map"
+BASE = 256  # of the digits of a token's id at a boundary
 STAGES = 5  # at most, by default
 
 
 class Bottleneck(NamedTuple):
-    """Bottleneck of a model: the numbers of a position that cross a boundary, and the layers of one unit."""
+    """Bottleneck of a model: the numbers of a position that cross a boundary, the layers of one unit, and the numbers of a token in
+    the table of anchors (0: no anchors)."""
 
     rank: int
     layers: int
+    anchor: int = 0
+
+    def described(self) -> dict[str, int]:
+        """Return the entry of config.json. That of a model without anchors is as it was before there were any."""
+        return {name: value for name, value in self._asdict().items() if value or name != ANCHOR_KEY}
 
     def fault(self, config: Any) -> str:
         """Return why a model of this transformers config cannot have the bottleneck, as a sentence; empty if it can."""
@@ -194,7 +208,16 @@ class Bottleneck(NamedTuple):
                 f"a bottleneck behind every {self.layers} layers: the model has {count}, so nothing lies between two stages; "
                 f"choose 1 to {count - 1}"
             )
+        if not 0 <= self.anchor <= hidden:
+            return f"anchors of {self.anchor} numbers: choose 0 to {hidden}, the model's hidden size"
         return ""
+
+
+def usual_anchor(config: Any, rank: int) -> int:
+    """Return the numbers of a token's anchor for a new model: a table no larger than a square matrix of the hidden size, but of no
+    fewer numbers than the `rank` that crosses."""
+    hidden = int(config.hidden_size)
+    return min(hidden, max(rank, hidden * hidden // int(config.vocab_size)))
 
 
 def bottleneck_of(config: Any) -> Bottleneck | None:
@@ -202,10 +225,12 @@ def bottleneck_of(config: Any) -> Bottleneck | None:
     named = getattr(config, CONFIG_KEY, None)
     if named is None:
         return None
-    values: list[Any] = [named.get(name) for name in Bottleneck._fields] if isinstance(named, dict) else []
+    values = list[Any]()
+    if isinstance(named, dict):
+        values = [named.get(name, Bottleneck._field_defaults.get(name)) for name in Bottleneck._fields]
     if not values or not all(type(value) is int for value in values):
         raise CheckpointError(
-            f"config.json: {CONFIG_KEY} needs whole numbers for rank and layers; fetch the file again"
+            f"config.json: {CONFIG_KEY} needs whole numbers for rank, layers and anchor; fetch the file again"
         )
     bottleneck = Bottleneck(*values)
     if fault := bottleneck.fault(config):
@@ -213,30 +238,59 @@ def bottleneck_of(config: Any) -> Bottleneck | None:
     return bottleneck
 
 
-def add_projections(layers: Mapping[int, nn.Module], config: Any) -> None:
-    """Add the projections of a config's bottleneck to some `layers` of its model, by number, as submodules with hooks.
+def digit_count(config: Any) -> int:
+    """Return the digits in base 256 of a token's id that cross a boundary of a model of this config; 0 if it has no anchors."""
+    bottleneck, largest = bottleneck_of(config), int(config.vocab_size) - 1
+    return -(-max(1, largest.bit_length()) // 8) if bottleneck is not None and bottleneck.anchor else 0
 
-    Nothing is added if the config names none. Weights are uninitialised.
+
+def digits_of(ids_BT: Tensor, count: int) -> Tensor:
+    """Return the `count` digits in base 256 of token ids, digits_BTD (uint8), the highest first."""
+    return torch.stack([ids_BT >> 8 * place & BASE - 1 for place in reversed(range(count))], dim=-1).to(torch.uint8)
+
+
+def ids_of(digits_BTD: Tensor) -> Tensor:
+    """Return the ids_BT (int64) of digits, whole numbers of any dtype."""
+    ids_BT = digits_BTD[..., 0].long()
+    for place in range(1, digits_BTD.shape[-1]):
+        ids_BT = ids_BT * BASE + digits_BTD[..., place].long()
+    return ids_BT
+
+
+def add_projections(layers: Mapping[int, nn.Module], config: Any, stack: Stack | None = None) -> None:
+    """Add the projections and anchors of a config's bottleneck to some `layers` of its model, by number, as submodules with hooks.
+
+    Nothing is added if the config names none. Weights are uninitialised. Anchors need a `stack` for passes, which knows the tokens.
     """
     bottleneck = bottleneck_of(config)
     if bottleneck is None:
         return
-    rank, every = bottleneck
+    rank, every, anchor = bottleneck
     hidden, last = int(config.hidden_size), int(config.num_hidden_layers) - 1
     for number, layer in layers.items():
         if number and number % every == 0:
             layer.add_module(THIN_IN, nn.Linear(rank, hidden, bias=False))
-            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+            if anchor:
+                layer.add_module(ANCHOR, nn.Embedding(int(config.vocab_size), anchor))
+            if 0 < anchor < hidden:
+                layer.add_module(ANCHOR_MAP, nn.Linear(anchor, hidden, bias=False))
+            layer.register_forward_pre_hook(partial(_enter, stack), with_kwargs=True)
         if number % every == every - 1 and number < last:
             layer.add_module(THIN_OUT, nn.Linear(hidden, rank, bias=False))
             layer.register_forward_hook(_leave)
 
 
-def _enter(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Widen the code_BTR that enters a layer to hidden states."""
+def _enter(
+    stack: Stack | None, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Widen the code_BTR that enters a layer to hidden states, and add the tokens' anchors."""
+    hidden_BTH = layer.thin_in(inputs[0] if inputs else named["hidden_states"])
+    if hasattr(layer, ANCHOR) and stack is not None:
+        anchors_BTA = layer.thin_anchor(stack.ids_BT)
+        hidden_BTH = hidden_BTH + (layer.thin_anchor_map(anchors_BTA) if hasattr(layer, ANCHOR_MAP) else anchors_BTA)
     if inputs:
-        return (layer.thin_in(inputs[0]), *inputs[1:]), named
-    return inputs, {**named, "hidden_states": layer.thin_in(named["hidden_states"])}
+        return (hidden_BTH, *inputs[1:]), named
+    return inputs, {**named, "hidden_states": hidden_BTH}
 
 
 def _leave(layer: Any, _: tuple[Any, ...], output: Any) -> Any:
@@ -253,11 +307,21 @@ def boundaries(bottleneck: Bottleneck, count: int) -> list[int]:
 
 @torch.no_grad()
 def begin_projections(layers: Mapping[int, nn.Module]) -> None:
-    """Set the projections of some `layers`: the first R coordinates cross."""
-    for layer in layers.values():
+    """Set the projections and anchors of some `layers`, by number: the first R coordinates cross, and anchors are zero."""
+    for number, layer in layers.items():
         for module in (getattr(layer, name, None) for name in (THIN_IN, THIN_OUT)):
             if isinstance(module, nn.Linear):
                 module.weight.copy_(torch.eye(*module.weight.shape))
+        if hasattr(layer, ANCHOR):
+            layer.thin_anchor.weight.zero_()
+        if hasattr(layer, ANCHOR_MAP):
+            layer.thin_anchor_map.weight.copy_(first_anchor_map(*layer.thin_anchor_map.weight.shape, number))
+
+
+def first_anchor_map(hidden: int, anchor: int, layer: int) -> Tensor:
+    """Return the map of anchors of a new boundary before a layer, map_HA: random, so that small tables move all coordinates."""
+    drawn_HA = torch.randn(hidden, anchor, generator=torch.Generator().manual_seed(layer))
+    return drawn_HA / anchor**0.5
 
 
 @torch.no_grad()

@@ -527,6 +527,8 @@ class StageRunner:
                 raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
         elif len(shape) != 3 or shape[2] != self.span.width or not work.x.is_floating_point():
             raise ProtocolError(f"hidden states of shape (rows, T, {self.span.width}) are needed, not {tuple(shape)}")
+        elif not self.span.names_tokens(work.x):
+            raise ProtocolError(f"the hidden states' digits must name tokens in [0, {self.span.vocab_size})")
         if shape[0] != cached.rows or shape[1] < 1:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         start = cached.end if work.truncate_to is None else work.truncate_to

@@ -13,7 +13,7 @@ Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.audit_messages import MAX_SKETCHED, POSITION_DIGEST_BYTES, SKETCH_BYTES, SKETCH_VALUES
-from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo, element_count
+from swarmnode.codec.tensors import FLOAT_DTYPES, DType, TensorInfo, element_count
 from swarmnode.errors import ProtocolError
 
 REMEMBERED_SEEDS = 8
+MOST_DIGITS = 4  # of a token's id, each a byte
 
 
 @lru_cache(maxsize=REMEMBERED_SEEDS)
@@ -49,11 +50,21 @@ def digests(hidden_TH: Tensor, seed: bytes) -> Tensor:
 
 
 def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
-    """Project the rows of each float tensor that is not empty to a sketch_TK. The last dimension makes a row.
+    """Project the rows of each float tensor that is not empty to a sketch_TK, and of each tensor of tokens' digits. The last
+    dimension makes a row.
 
     From a tensor with more than MAX_SKETCHED rows it takes MAX_SKETCHED at equal distances. The seed chooses the first one.
     """
-    return [sketch(_rows(value, seed), seed) for value in values if value.is_floating_point() and value.numel()]
+    return [
+        sketch(_rows(value, seed), seed)
+        for value in values
+        if value.numel() and (value.is_floating_point() or _has_digits(value.dtype == torch.uint8, value.shape))
+    ]
+
+
+def _has_digits(is_of_bytes: bool, shape: Sequence[int]) -> bool:
+    """Return whether a value is digits of tokens, which a stage passes on: whole numbers of other kinds are not sketched."""
+    return is_of_bytes and len(shape) == 3 and shape[2] <= MOST_DIGITS
 
 
 def rows_sketched(infos: Iterable[TensorInfo]) -> list[int]:
@@ -62,7 +73,7 @@ def rows_sketched(infos: Iterable[TensorInfo]) -> list[int]:
     return [
         min(MAX_SKETCHED, elements // (info.shape[-1] if info.shape else 1))
         for info, elements in described
-        if info.dtype in FLOAT_DTYPES and elements
+        if elements and (info.dtype in FLOAT_DTYPES or _has_digits(info.dtype == DType.UINT8, info.shape))
     ]
 
 

@@ -1,7 +1,7 @@
 """Layers of a causal language model, ready to be trained: a span whose weights are its own memory.
 
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (labels_BT,), ids
-or -100 where none counts.
+or -100 where none counts. If boundaries have anchors, digits_BTD of the tokens' ids (`stack.py`) follow the hidden states.
 Rows of several documents carry one more value to every boundary, positions_BT: each token's place in its own document. In runs
 with losses of routers the last value at every boundary but the first is sums_S (`losses.py`).
 """
@@ -21,6 +21,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import check_trains_at_layers
 from swarmnode.compute.model.linear import release_pages, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.model.stack import digits_of, ids_of
 from swarmnode.compute.serving.cohort import AttentionCache, Window, sliding_layers
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.training.losses import RouterWatch, next_token_loss
@@ -165,26 +166,36 @@ class SpanSegment(Segment):
             check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
         self._begin(self.span.layers_of(start, start).start + 1 if start else 0)
-        x, positions, sums_S = self._apart(values, start)
+        x, digits, positions, sums_S = self._apart(values, start)
         places_BT, mask_B1TT = documents(self._here(*positions)) if positions else (None, None)
         if self._routers is not None:
             self._routers.begin(sums_S, has_token(*positions) if positions else None)
         with self._dropout if self._drops else nullcontext():
             output = self.span.forward(
-                x, cache=self._cache, attention_mask=mask_B1TT, position_ids=places_BT, start=start, end=end
+                x,
+                cache=self._cache,
+                attention_mask=mask_B1TT,
+                position_ids=places_BT,
+                start=start,
+                end=end,
+                ids_BT=self._here(ids_of(digits[0])) if digits else None,
             )
         sums_S = self._routers.end() if self._routers is not None else sums_S
         if end < self.units:
-            return (output, *positions) if self._routers is None else (output, *positions, sums_S)
+            return (output, *digits, *positions, *(() if self._routers is None else (sums_S,)))
         return (self._loss(output, labels[0], shares, sums_S),)
 
-    def _apart(self, values: Values, start: int) -> tuple[Tensor, Values, Tensor]:
-        """Return the ids_BT or hidden_BTH, the positions_BT if there are any, and the routers' sums_S of earlier layers."""
+    def _apart(self, values: Values, start: int) -> tuple[Tensor, Values, Values, Tensor]:
+        """Return the ids_BT or hidden_BTH, the digits_BTD if boundaries have anchors, the positions_BT if there are any, and the
+        routers' sums_S of earlier layers."""
         x, *more = values
-        if start:
-            return (x, tuple(more), torch.empty(0)) if self._routers is None else (x, tuple(more[:-1]), more[-1])
-        sums_S = torch.empty(0) if self._routers is None else self._routers.no_sums(self.device)
-        return self._here(x), tuple(more), sums_S
+        sums_S = torch.empty(0)
+        if self._routers is not None:
+            sums_S = more.pop() if start else self._routers.no_sums(self.device)
+        digits: Values = ()
+        if self.span.digits:
+            digits = (more.pop(0) if start else digits_of(x, self.span.digits),)
+        return x if start else self._here(x), digits, tuple(more), sums_S
 
     def _loss(self, logits_BTV: Tensor, labels_BT: Tensor, shares: Shares, sums_S: Tensor) -> Tensor:
         recipe = self._recipe
@@ -199,9 +210,10 @@ class SpanSegment(Segment):
         """Return made-up values: ids from the whole vocabulary, hidden states of usual size. See `Segment`."""
         chance = torch.Generator().manual_seed(boundary)
         ids_BT = torch.randint(self.span.vocab_size, (batch, sequence), generator=chance)
-        hidden_BTH = torch.randn(batch, sequence, self.span.width, generator=chance)
+        hidden_BTH = torch.randn(batch, sequence, self.span.width - self.span.digits, generator=chance)
+        digits = (digits_of(ids_BT, self.span.digits),) if self.span.digits and boundary else ()
         sums = () if self._routers is None or not boundary else (self._routers.no_sums(),)
-        return (hidden_BTH if boundary else ids_BT, *sums), (ids_BT,)
+        return (hidden_BTH if boundary else ids_BT, *digits, *sums), (ids_BT,)
 
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
@@ -233,15 +245,23 @@ def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_values(span: ModelSpan, values: Values, start: int) -> None:
     """Raise ProtocolError if the values are not those of boundary `start` of the span's model."""
-    if len(values) not in (1, 2):
+    if len(values) - (start > 0 < span.digits) not in (1, 2):
         raise ProtocolError(
             f"{len(values)} values at boundary {start} of a language model, which are too many or too few"
         )
+    if start > 0 < span.digits:
+        x, digits_BTD, *places = values
+        if digits_BTD.dtype != torch.uint8 or digits_BTD.shape != (*x.shape[:2], span.digits):
+            raise ProtocolError(
+                f"digits of tokens have the wrong dtype or shape: {digits_BTD.dtype} {tuple(digits_BTD.shape)}"
+            )
+        check_ids(span, ids_of(digits_BTD))
+        values = (x, *places)
     if len(values) == 2:
         _check_places(span, values[1], values[0].shape[:2])
     if start == 0:
         check_ids(span, values[0])
-    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.width:
+    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.width - span.digits:
         raise ProtocolError(f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}")
     limit, count = span.position_limit, values[0].shape[1]
     if limit is not None and count > limit:

@@ -39,7 +39,7 @@ ITERATIONS = 5
 RETRACTIONS = 12  # singular values of 0.05 of the bound come within 1e-6 of 1
 SMALLEST_NORM = 1e-7
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates
-NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*embed_out*", "*score.*", "*classifier*")
+NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*embed_out*", "*score.*", "*classifier*", "*.thin_anchor.*")
 """Patterns of the names of embeddings and heads, which AdamW updates"""
 EXPERTS = "*experts*"
 """Pattern of the names of fused experts: parameters (experts, outputs, inputs)"""

@@ -242,8 +242,13 @@ def _count(family: Any) -> tuple[list[int], list[int], int]:
         for unit in family.units_of_tensor(name):
             parameters[unit] += parameter.numel()
             routed[unit] += parameter.numel() if ".experts." in name else 0
-    for unit in range(family.units) if family.bottleneck is not None else ():  # two projections, one at either end
-        parameters[unit] += family.width * int(family.config.hidden_size) * (2 - (unit in (0, family.units - 1)))
+    if (
+        narrow := family.bottleneck
+    ) is not None:  # two projections, one at either end, and behind the first one the anchors
+        hidden, last = int(family.config.hidden_size), family.units - 1
+        anchors = narrow.anchor * (int(family.config.vocab_size) + hidden * (narrow.anchor < hidden))
+        for unit in range(family.units):
+            parameters[unit] += narrow.rank * hidden * (2 - (unit in (0, last))) + anchors * (unit > 0)
     shared = model.get_input_embeddings().weight.numel() if family.tied else 0
     return parameters, routed, shared
 

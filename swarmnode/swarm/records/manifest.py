@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import PLAIN_CODECS, Codec
 from swarmnode.config import EQUAL, EXACT, FAST
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.storage.content import (
@@ -64,8 +64,10 @@ PACKED_FORMAT = 4  # of a manifest with packed weights, and perhaps adapters: ol
 QUANTISED_FORMAT = 5  # as 4, but the packed weights are those of a quantised checkpoint of safetensors
 EQUAL_FORMAT = 7  # of a manifest that asks for equal bits: older nodes could not have them, and must refuse it
 BOTTLENECK_FORMAT = 6  # of a manifest with a bottleneck: older readers would compute another model, and must refuse it
+ANCHOR_FORMAT = 8  # as 6, but boundaries have anchors
+NARROW = (BOTTLENECK_FORMAT, ANCHOR_FORMAT)
 ANY_PACKED = (PACKED_FORMAT, QUANTISED_FORMAT)
-LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT, BOTTLENECK_FORMAT, EQUAL_FORMAT)
+LATER_FORMATS = (ADAPTERS_FORMAT, *ANY_PACKED, *NARROW, EQUAL_FORMAT)
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -185,11 +187,17 @@ class Manifest(msgspec.Struct, frozen=True):
     bottleneck: int | UnsetType = (
         UNSET  # numbers of a position between two stages; UNSET: the hidden size, not in the bytes
     )
+    anchor: int | UnsetType = UNSET  # numbers of a token's anchor at each boundary; UNSET: none, not in the bytes
 
     @property
     def width(self) -> int:
         """Numbers of a position that cross between two stages of a language model; 0 of a graph."""
         return self.bottleneck or self.model.hidden
+
+    @property
+    def session_codecs(self) -> tuple[int, ...]:
+        """Codecs that links may use for the values of sessions: with anchors those that leave a token's digits as they are."""
+        return tuple(codec for codec in self.codecs if codec in PLAIN_CODECS) if self.anchor else self.codecs
 
     def file(self, name: str) -> FileContent | None:
         """Return the file of that name; None if there is none."""
@@ -329,13 +337,16 @@ def _check(manifest: Manifest) -> None:
             manifest.format in ANY_PACKED or (manifest.adapters is not UNSET) == (manifest.format == ADAPTERS_FORMAT)
         )
         and (not adapters or (not is_graph and manifest.mode == SERVE)),
-        "a bottleneck of 1 to the hidden size, of a language model that is trained, in format 6 and no other": (
-            (manifest.bottleneck is not UNSET) == (manifest.format == BOTTLENECK_FORMAT)
+        "a bottleneck of 1 to the hidden size, of a language model that is trained, in format 6 or 8 and no other": (
+            (manifest.bottleneck is not UNSET) == (manifest.format in NARROW)
         )
         and (
             manifest.bottleneck is UNSET
             or (0 < manifest.bottleneck <= model.hidden and not is_graph and manifest.mode == TRAIN)
         ),
+        "anchors of 1 to the hidden size, in format 8 and no other": (manifest.anchor is not UNSET)
+        == (manifest.format == ANCHOR_FORMAT)
+        and (manifest.anchor is UNSET or 0 < manifest.anchor <= model.hidden),
         "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,
         "each adapter once": len({adapter.name.casefold() for adapter in adapters}) == len(adapters),
         "adapters with plain names and files of their own": all(map(is_valid, adapters))

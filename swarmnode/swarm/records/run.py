@@ -52,7 +52,9 @@ NO_DECAY = tuple(ParameterGroup(match, weight_decay=0.0) for match in ("*embed*"
 
 
 PROJECTIONS = ("*.thin_in.weight", "*.thin_out.weight")
-"""Patterns of the names of a bottleneck's projections (`compute/model/stack.py`), which are never decayed"""
+"""Patterns of the names of a bottleneck's projections (`compute/model/stack.py`)"""
+UNDECAYED = (*PROJECTIONS, "*.thin_anchor.weight", "*.thin_anchor_map.weight")
+"""Patterns of the names of a bottleneck's parameters, which are never decayed"""
 
 
 def is_projection(name: str) -> bool:
@@ -100,10 +102,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def treat(self, name: str, dimensions: int, weight_decay: float) -> Treatment:
         """Return the treatment of a parameter in a run of this `weight_decay`."""
-        usual = weight_decay if dimensions >= 2 and not is_projection(name) else 0.0
+        is_thin = any(fnmatchcase(name, pattern) for pattern in UNDECAYED)
+        usual = weight_decay if dimensions >= 2 and not is_thin else 0.0
         for group in self.groups:
             if fnmatchcase(name, group.match):
-                decay = usual if group.weight_decay is None or is_projection(name) else group.weight_decay
+                decay = usual if group.weight_decay is None or is_thin else group.weight_decay
                 return Treatment(group.learning_rate, decay, group.frozen)
         return Treatment(1.0, usual, False)
 

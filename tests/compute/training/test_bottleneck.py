@@ -7,15 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.fresh import tiny_config
-from swarmnode.compute.model.stack import bottleneck_of, boundaries, principal_directions
+from swarmnode.compute.model.stack import Bottleneck, bottleneck_of, boundaries, digits_of, principal_directions
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.training.learner import Learner
@@ -23,7 +23,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.update_rules import retract
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_config, with_bottleneck
-from swarmnode.swarm.records.run import Averaging, is_projection
+from swarmnode.swarm.records.run import Averaging, Recipe, is_projection
 from tests.compute.training.conftest import (
     LENGTH,
     SAMPLES,
@@ -38,25 +38,26 @@ from tests.compute.training.conftest import (
 
 RANK = 8
 WHOLE, EACH = (0, 3), (0, 1, 2, 3)
-Found = Callable[[str], Checkpoint]
+Found = Callable[..., Checkpoint]
 
 
-def found(folder: Path, kind: str, rank: int = RANK, **settings: Any) -> ModelSource:
+def found(folder: Path, kind: str, rank: int = RANK, vocabulary: int = 256, **settings: Any) -> ModelSource:
     config = build(kind).config
-    config.vocab_size = 256
+    config.vocab_size = vocabulary
     config.save_pretrained(folder / "config")
     return from_config(folder / "config", folder / "weights", bottleneck=rank, **{"stage_layers": 1, **settings})
 
 
 @pytest.fixture(scope="module")
 def thin(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """kind -> a checkpoint of three units with a bottleneck between them."""
+    """kind, settings -> a checkpoint of three units with a bottleneck between them, and anchors."""
     folder = tmp_path_factory.mktemp("thin")
 
-    def get(kind: str) -> Checkpoint:
-        if not (folder / kind).exists():
-            found(folder / kind, kind)
-        return Checkpoint(folder / kind / "weights")
+    def get(kind: str, **settings: Any) -> Checkpoint:
+        place = folder / f"{kind} {settings}"
+        if not place.exists():
+            found(place, kind, **settings)
+        return Checkpoint(place / "weights")
 
     return get
 
@@ -73,9 +74,22 @@ def distance(matrix: Tensor) -> float:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2-dropout"])  # the latter: tied, and with dropout
-def test_losses_are_the_same_in_any_split(thin: Found, kind: str, recompute: bool) -> None:
-    checkpoint, run = thin(kind), make_run()
+@pytest.mark.parametrize(
+    ("kind", "settings", "anchor"),
+    [
+        ("llama", {}, RANK),
+        ("gpt2-dropout", {}, RANK),  # tied, and with dropout
+        ("llama", {"anchor": 32}, 32),  # anchors of the hidden size have no map
+        ("llama", {"vocabulary": 300}, RANK),  # ids of two digits
+        ("llama", {"anchor": 0}, 0),
+    ],
+    ids=str,
+)
+def test_losses_are_the_same_in_any_split(
+    thin: Found, kind: str, settings: dict[str, Any], anchor: int, recompute: bool
+) -> None:
+    checkpoint, run = thin(kind, **settings), make_run()
+    assert (checkpoint.family.bottleneck or Bottleneck(0, 0)).anchor == anchor
     expected = train(learners(checkpoint, run, WHOLE), 4)
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
     for cuts in (EACH, (0, 2, 3)):
@@ -95,7 +109,7 @@ def test_other_families(tmp_path: Path, model_type: str) -> None:
 
 
 def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) -> None:
-    chain = learners(thin("llama"), make_run(), EACH)
+    chain = learners(thin("llama", anchor=0), make_run(), EACH)
     values = chain[0].forward(0, 0, 0, 1, (ids_of(0, 0),))
     assert [value.shape for value in values] == [(SAMPLES, LENGTH, RANK)]
     named = [name for learner in chain for name in projections([learner])]
@@ -107,6 +121,66 @@ def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) ->
     hidden = torch.zeros(SAMPLES, LENGTH, 32)
     with pytest.raises(ProtocolError, match="wrong dtype or shape"):
         chain[1].forward(0, 0, 1, 2, (hidden,))
+
+
+def test_tokens_cross_beside_the_rank_and_each_anchor_has_one_owner(thin: Found) -> None:
+    checkpoint, ids_BT = thin("llama", vocabulary=300), ids_of(0, 0)
+    chain = learners(checkpoint, make_run(), EACH)
+    code, digits = chain[0].forward(0, 0, 0, 1, (ids_BT,))
+    assert (code.shape, digits.dtype, digits.shape) == ((SAMPLES, LENGTH, RANK), torch.uint8, (SAMPLES, LENGTH, 2))
+    assert torch.equal(chain[1].forward(0, 0, 1, 2, (code, digits))[1], digits)
+    named = [name for learner in chain for block in learner.blocks for name in learner.block(block).parameters]
+    assert sorted(name for name in named if "anchor" in name) == sorted(
+        f"model.layers.{layer}.thin_anchor{what}.weight" for layer in (1, 2) for what in ("", "_map")
+    )
+
+
+def test_tokens_cross_beside_places_and_sums_of_routers(tmp_path: Path) -> None:
+    config = tiny_config(AutoConfig.for_model("mixtral"))
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 256, 1, 2
+    config.save_pretrained(tmp_path / "config")
+    from_config(tmp_path / "config", tmp_path / "weights", bottleneck=RANK, stage_layers=1)
+    checkpoint = Checkpoint(tmp_path / "weights")
+    run = make_run(schedule="recipe", recipe=Recipe(router_balance=0.1, router_z_loss=0.1))
+    places_BT = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4], [*range(7), *range(5)]])
+    losses = []
+    for cuts in ((0, checkpoint.family.units), range(checkpoint.family.units + 1)):
+        values: tuple[Tensor, ...] = (ids_of(0, 0), places_BT)
+        for learner in learners(checkpoint, run, cuts):
+            assert len(values) in (2, 4)
+            segment = learner.segment
+            values = learner.forward(0, 0, segment.start, segment.end, values, (ids_of(0, 0),))
+        losses.append(float(values[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda digits: (), "too many or too few"),
+        (lambda digits: (digits, digits, digits), "too many or too few"),
+        (lambda digits: (digits.long(),), "dtype or shape"),
+        (lambda digits: (digits[..., :1],), "dtype or shape"),
+        (lambda digits: (digits[:, 1:],), "dtype or shape"),
+        (lambda digits: (digits_of(torch.full_like(digits[..., 0], 300, dtype=torch.int64), 2),), "another tokenizer"),
+    ],
+)
+def test_wrong_tokens_of_a_neighbour_are_refused(
+    thin: Found, change: Callable[[Tensor], tuple[Tensor, ...]], word: str
+) -> None:
+    chain = learners(thin("llama", vocabulary=300), make_run(), EACH)
+    code, digits = chain[0].forward(0, 0, 0, 1, (ids_of(0, 0),))
+    with pytest.raises(ProtocolError, match=word):
+        chain[1].forward(0, 0, 1, 2, (code, *change(digits)))
+    assert chain[1].forward(0, 0, 1, 2, (code, digits))
+
+
+def test_anchors_begin_without_effect_and_learn(thin: Found) -> None:
+    chains = [learners(thin("llama", anchor=anchor), make_run(), WHOLE) for anchor in (32, 0)]
+    losses = [train(chain, 2) for chain in chains]
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+    learnt = [one for name, one in chains[0][0].block(1).parameters.items() if "thin_anchor." in name]
+    assert [float(one.detach().abs().max()) > 0 for one in learnt] == [True]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +207,8 @@ def test_projections_stay_orthonormal_and_learn(thin: Found, settings: dict[str,
 def test_projections_are_never_decayed() -> None:
     run = make_run(weight_decay=0.1)
     assert run.treat("model.layers.0.thin_out.weight", 2).weight_decay == 0
+    assert run.treat("model.layers.1.thin_anchor.weight", 2).weight_decay == 0
+    assert run.treat("model.layers.1.thin_anchor_map.weight", 2).weight_decay == 0
     assert run.treat("model.layers.0.mlp.up_proj.weight", 2).weight_decay == 0.1
 
 
@@ -161,8 +237,9 @@ def test_retraction_keeps_the_singular_vectors(shape: tuple[int, int], scale: fl
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_serving_computes_what_training_does(thin: Found, kind: str) -> None:
-    checkpoint, ids_BT = thin(kind), ids_of(0, 0)
+def test_serving_computes_what_training_does(tmp_path: Path, kind: str) -> None:
+    found(tmp_path, kind, vocabulary=300)
+    checkpoint, ids_BT = with_random_anchors(tmp_path / "weights"), ids_of(0, 0)
     span = load_segment(checkpoint, 0, 3).span
     expected_BTV = span.forward(ids_BT, cache=None).detach()
     for cuts in (WHOLE, EACH):
@@ -180,11 +257,36 @@ def test_serving_computes_what_training_does(thin: Found, kind: str) -> None:
         assert torch.allclose(torch.cat(outputs, 1), expected_BTV, atol=1e-5)
 
 
+def with_random_anchors(folder: Path) -> Checkpoint:
+    """A checkpoint whose anchors are as if they were trained."""
+    path = folder / "model.safetensors"
+    tensors, chance = load_file(path), torch.Generator().manual_seed(0)
+    anchors = {name: one for name, one in tensors.items() if "thin_anchor." in name}
+    drawn = {name: torch.randn(one.shape, generator=chance) for name, one in anchors.items()}
+    assert drawn
+    save_file({**tensors, **drawn}, path, metadata={"format": "pt"})
+    return Checkpoint(folder)
+
+
+@pytest.mark.parametrize("wrong", [0.5, -1.0, 300.0, 1e9, float("nan"), float("inf")])
+def test_served_states_that_name_no_token_are_refused(thin: Found, wrong: float) -> None:
+    checkpoint = thin("llama", vocabulary=300)
+    runner = StageRunner(load_span(checkpoint, 1, 3), RunnerConfig(cache_bytes=1 << 24))
+    runner.open(0, rows=1, max_length=LENGTH)
+    x = torch.zeros(1, 2, RANK + 2)
+    bad = x.clone()
+    bad[0, 1, -2:] = torch.tensor([wrong // 256, wrong % 256]) / 256
+    with pytest.raises(ProtocolError, match=r"name tokens in \[0, 300\)"):
+        runner.run([StepInput(0, bad)])
+    assert torch.isfinite(runner.span.forward(bad, cache=None)).all()  # as rows that only stand in
+    assert torch.isfinite(runner.run([StepInput(0, x)])[0].output).all()
+
+
 def test_units_are_groups_of_layers_with_the_ends_inside(tmp_path: Path) -> None:
     found(tmp_path, "llama", stage_layers=2)
     checkpoint = Checkpoint(tmp_path / "weights")
     family = checkpoint.family
-    assert (family.units, family.width) == (2, RANK)
+    assert (family.units, family.width) == (2, RANK + 1)
     assert [family.layers_of(*span) for span in ((0, 1), (1, 2), (0, 2))] == [range(2), range(2, 3), range(3)]
     owners = {name: family.units_of_tensor(name) for name in checkpoint.entries}
     assert owners["model.embed_tokens.weight"] == owners["model.layers.1.thin_out.weight"] == (0,)
@@ -226,10 +328,26 @@ def test_principal_directions_keep_most_of_the_energy() -> None:
 def test_impossible_bottlenecks_are_refused(tmp_path: Path, rank: int, layers: int, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         found(tmp_path, "llama", rank, stage_layers=layers)
+    for anchor in (-1, 33):
+        with pytest.raises(UsageError, match="choose 0 to 32"):
+            found(tmp_path, "llama", anchor=anchor)
     assert not (tmp_path / "weights").exists()
 
 
-@pytest.mark.parametrize("named", ["8", 8, {"rank": 8}, {"rank": True, "layers": 1}, {"rank": 1 << 40, "layers": 1}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "8",
+        8,
+        {"rank": 8},
+        {"rank": True, "layers": 1},
+        {"rank": 1 << 40, "layers": 1},
+        {"rank": 1, "layers": 1, "anchor": -1},
+        {"rank": 1, "layers": 1, "anchor": 33},
+        {"rank": 1, "layers": 1, "anchor": True},
+        {"rank": 1, "layers": 1, "anchor": "8"},
+    ],
+)
 def test_a_false_bottleneck_in_a_config_is_refused(named: Any) -> None:
     config = build("llama").config
     config.swarmnode_bottleneck = named
@@ -250,5 +368,6 @@ def test_boundaries_lie_behind_whole_stages() -> None:
     config = build("llama").config
     config.num_hidden_layers, config.swarmnode_bottleneck = 9, {"rank": 8, "layers": 2}
     bottleneck = bottleneck_of(config)
-    assert bottleneck is not None and msgspec.to_builtins(bottleneck._asdict()) == {"rank": 8, "layers": 2}
+    assert bottleneck is not None and bottleneck.described() == {"rank": 8, "layers": 2}
+    assert bottleneck._replace(anchor=4).described() == {"rank": 8, "layers": 2, "anchor": 4}
     assert boundaries(bottleneck, 9) == [1, 3, 5, 7]

@@ -16,7 +16,7 @@ def test_sizes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     found(tmp_path, "llama", stage_layers=2)
     model = Model.load(tmp_path / "weights")
     assert model.training_sizes == training_sizes(Checkpoint(tmp_path / "weights"))
-    assert model.crossing(1, 3, 5) == (3, 5, RANK)
+    assert model.crossing(1, 3, 5) == (3, 5, RANK + 1)  # and the token's digit
     assert (model.units, model.matrix_width) == (2, 32)
     whole, first = describe_span(model, Span(0, 2)), describe_span(model, Span(0, 1))
     assert (whole, first) == ("embedding, layers 0-2, head", "embedding, layers 0-1")

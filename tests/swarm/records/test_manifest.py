@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.manifest import (
+    ANCHOR_FORMAT,
     BOTTLENECK_FORMAT,
     EQUAL_FORMAT,
     GRAPH,
     MAX_MANIFEST_BYTES,
     PACKED_FORMAT,
     TRAIN,
+    TRAINING_CODECS,
     Manifest,
     ModelInfo,
     check_products,
@@ -137,6 +140,15 @@ def test_a_bottleneck_is_of_a_trained_language_model_in_a_format_of_its_own():
             encode_manifest(make_manifest(**{**thin, **changes}))
     with pytest.raises(ProtocolError, match="units"):
         encode_manifest(make_manifest(model=model))
+    anchored = {**thin, "format": ANCHOR_FORMAT, "anchor": 16, "codecs": TRAINING_CODECS}
+    manifest = make_manifest(**anchored)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert manifest.session_codecs == (Codec.NONE, Codec.BF16, Codec.FP16) != manifest.codecs
+    assert make_manifest(**thin).session_codecs == make_manifest(**thin).codecs
+    wrong += [{"anchor": 0}, {"anchor": -1}, {"anchor": 65}, {"anchor": msgspec.UNSET}, {"format": BOTTLENECK_FORMAT}]
+    for changes in (*wrong, {"bottleneck": msgspec.UNSET}):
+        with pytest.raises(ProtocolError, match="it needs"):
+            encode_manifest(make_manifest(**{**anchored, **changes}))
 
 
 @pytest.mark.parametrize(
