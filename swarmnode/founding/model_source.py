@@ -37,7 +37,6 @@ from swarmnode.compute.model.stack import (
     digit_count,
     first_anchor_map,
     principal_directions,
-    usual_anchor,
 )
 from swarmnode.compute.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
@@ -464,7 +463,7 @@ def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchor: int | 
     if getattr(config, CONFIG_KEY, None) is not None:
         raise UsageError("--bottleneck: the model has one already; leave the option out, or give the model without it")
     layers = -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers
-    bottleneck = Bottleneck(rank, layers, usual_anchor(config, rank) if anchor is None and rank > 0 else anchor or 0)
+    bottleneck = Bottleneck(rank, layers, int(config.hidden_size) if anchor is None and rank > 0 else anchor or 0)
     if fault := bottleneck.fault(config):
         raise UsageError(f"--bottleneck: {fault}")
     return bottleneck

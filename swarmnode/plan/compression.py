@@ -288,11 +288,11 @@ class BoundaryForm:
 
 
 FORMS = (
-    *(BoundaryForm(1, codec) for codec in (Codec.BF16, Codec.INT8, Codec.INT4)),
-    BoundaryForm(8, Codec.INT8, 3.1),
-    BoundaryForm(16, Codec.INT8, 3.4),
+    *(BoundaryForm(1, codec, steps) for codec, steps in ((Codec.BF16, 1.0), (Codec.INT8, 1.0), (Codec.INT4, 1.09))),
+    BoundaryForm(8, Codec.INT8, 1.01),
+    BoundaryForm(16, Codec.INT8, 1.03),
 )
-"""Forms from the mildest on. A bottleneck's steps are those of the longest published run, see docs/decisions/thin-boundaries.md"""
+"""Forms from the mildest on. Steps are those of the curve with anchors, see docs/decisions/thin-boundaries.md"""
 TOKENS = 1024  # of a microbatch
 CLEARLY = 1.5  # times as fast a bottleneck must be, which stays a part of the model, as the best codec
 

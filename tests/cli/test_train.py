@@ -389,7 +389,7 @@ def test_a_model_with_a_bottleneck_trains_here_and_is_not_exported(tmp_path: Pat
     done = create("--config", str(config), "--bottleneck", "8")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["units"], told["bottleneck"], told["anchor"]) == (3, 8, 8)
+    assert (told["units"], told["bottleneck"], told["anchor"]) == (3, 8, 32)
     settings = ("thin.swarm", "--data", "data.txt", "--steps", "2", "--batch", "2", "--sequence", "16")
     trained = invoke("train", *settings, "--local", "--json", home=tmp_path, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr

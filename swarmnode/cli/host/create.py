@@ -79,7 +79,7 @@ class NewModelOptions:
     anchor: int | None = option(
         None,
         "With --bottleneck: size of the learned vector of each token that the stage behind a boundary adds, at most the hidden "
-        "size; default: by vocabulary. 0: none; then the first and the last stage alone see the text, and the loss is higher.",
+        "size, which is the default. 0: none; then the first and the last stage alone see the text, and the loss is higher.",
         typed=int,
         metavar="A",
     )

@@ -213,13 +213,6 @@ class Bottleneck(NamedTuple):
         return ""
 
 
-def usual_anchor(config: Any, rank: int) -> int:
-    """Return the numbers of a token's anchor for a new model: a table no larger than a square matrix of the hidden size, but of no
-    fewer numbers than the `rank` that crosses."""
-    hidden = int(config.hidden_size)
-    return min(hidden, max(rank, hidden * hidden // int(config.vocab_size)))
-
-
 def bottleneck_of(config: Any) -> Bottleneck | None:
     """Return the bottleneck that a transformers config names; None if it names none. Raises CheckpointError if it is invalid."""
     named = getattr(config, CONFIG_KEY, None)

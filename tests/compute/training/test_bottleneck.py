@@ -77,10 +77,10 @@ def distance(matrix: Tensor) -> float:
 @pytest.mark.parametrize(
     ("kind", "settings", "anchor"),
     [
-        ("llama", {}, RANK),
-        ("gpt2-dropout", {}, RANK),  # tied, and with dropout
-        ("llama", {"anchor": 32}, 32),  # anchors of the hidden size have no map
-        ("llama", {"vocabulary": 300}, RANK),  # ids of two digits
+        ("llama", {}, 32),  # the hidden size, without a map
+        ("gpt2-dropout", {"anchor": RANK}, RANK),  # tied, and with dropout
+        ("llama", {"anchor": RANK}, RANK),
+        ("llama", {"vocabulary": 300}, 32),  # ids of two digits
         ("llama", {"anchor": 0}, 0),
     ],
     ids=str,
@@ -124,7 +124,7 @@ def test_only_the_rank_crosses_and_each_projection_has_one_owner(thin: Found) ->
 
 
 def test_tokens_cross_beside_the_rank_and_each_anchor_has_one_owner(thin: Found) -> None:
-    checkpoint, ids_BT = thin("llama", vocabulary=300), ids_of(0, 0)
+    checkpoint, ids_BT = thin("llama", vocabulary=300, anchor=RANK), ids_of(0, 0)
     chain = learners(checkpoint, make_run(), EACH)
     code, digits = chain[0].forward(0, 0, 0, 1, (ids_BT,))
     assert (code.shape, digits.dtype, digits.shape) == ((SAMPLES, LENGTH, RANK), torch.uint8, (SAMPLES, LENGTH, 2))
