@@ -19,6 +19,7 @@ boundary, too: as its digits in base 256, the highest first, which are exact in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -302,19 +303,20 @@ def boundaries(bottleneck: Bottleneck, count: int) -> list[int]:
 def begin_projections(layers: Mapping[int, nn.Module]) -> None:
     """Set the projections and anchors of some `layers`, by number: the first R coordinates cross, and anchors are zero."""
     for number, layer in layers.items():
-        for module in (getattr(layer, name, None) for name in (THIN_IN, THIN_OUT)):
-            if isinstance(module, nn.Linear):
-                module.weight.copy_(torch.eye(*module.weight.shape))
-        if hasattr(layer, ANCHOR):
-            layer.thin_anchor.weight.zero_()
-        if hasattr(layer, ANCHOR_MAP):
-            layer.thin_anchor_map.weight.copy_(first_anchor_map(*layer.thin_anchor_map.weight.shape, number))
+        for name in (THIN_IN, THIN_OUT, ANCHOR, ANCHOR_MAP):
+            module = getattr(layer, name, None)
+            if isinstance(module, nn.Embedding):
+                module.weight.zero_()
+            elif isinstance(module, nn.Linear):
+                rows, columns = module.weight.shape
+                is_map = name == ANCHOR_MAP
+                module.weight.copy_(first_anchor_map(rows, columns, number) if is_map else torch.eye(rows, columns))
 
 
 def first_anchor_map(hidden: int, anchor: int, layer: int) -> Tensor:
     """Return the map of anchors of a new boundary before a layer, map_HA: random, so that small tables move all coordinates."""
-    drawn_HA = torch.randn(hidden, anchor, generator=torch.Generator().manual_seed(layer))
-    return drawn_HA / anchor**0.5
+    drawn_HA: Tensor = torch.randn(hidden, anchor, generator=torch.Generator().manual_seed(layer))
+    return drawn_HA / math.sqrt(anchor)
 
 
 @torch.no_grad()

@@ -55,11 +55,12 @@ def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
 
     From a tensor with more than MAX_SKETCHED rows it takes MAX_SKETCHED at equal distances. The seed chooses the first one.
     """
-    return [
-        sketch(_rows(value, seed), seed)
-        for value in values
-        if value.numel() and (value.is_floating_point() or _has_digits(value.dtype == torch.uint8, value.shape))
-    ]
+    return [sketch(_rows(value, seed), seed) for value in values if is_sketched(value)]
+
+
+def is_sketched(value: Tensor) -> bool:
+    """Return whether a value is sketched."""
+    return bool(value.numel()) and (value.is_floating_point() or _has_digits(value.dtype == torch.uint8, value.shape))
 
 
 def _has_digits(is_of_bytes: bool, shape: Sequence[int]) -> bool:

@@ -29,7 +29,14 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
 from swarmnode.codec.training_messages import check_rules
 from swarmnode.compress.codecs import as_decoded, decode_values
-from swarmnode.compute.serving.sketch import deviations, read_sketch, read_sketches, rows_sketched, sketches
+from swarmnode.compute.serving.sketch import (
+    deviations,
+    is_sketched,
+    read_sketch,
+    read_sketches,
+    rows_sketched,
+    sketches,
+)
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.recomputation import (
     LARGEST_TILE,
@@ -246,7 +253,7 @@ class Examination:
         self, shown: ShownMicrobatch, again: Recomputation, calibration: Calibration
     ) -> Iterator[Judgement]:
         """Yield the judgements of the outputs, the returned gradients, and the additions to the parameters' gradients. Raises
-        FalseWork if the sketch has another shape than ours."""
+        FalseWork if the sketch has another shape than ours, or tokens that were passed on are others."""
         record, units = shown.record, shown.record.end - shown.record.start
         number_format = "bfloat16" if self.learner.run.autocast else "float32"
         outputs = () if record.end == self.learner.segment.units else again.outputs
@@ -258,9 +265,13 @@ class Examination:
             codec = Codec(max((info.codec for info in crossing.values), default=Codec.NONE))
             if codec == Codec.TOPK and self.learner.run.compression.feedback:
                 continue  # it contains the residuals of other microbatches
-            ours = sketches(as_decoded(values, crossing.values), self._seed)
-            pairs = zip(ours, theirs, strict=True)
-            apart = [deviation for pair in pairs for deviation in deviations(*pair, least=LEAST)]
+            told = [value for value in as_decoded(values, crossing.values) if is_sketched(value)]
+            apart: list[float] = []
+            for value, ours_TK, theirs_TK in zip(told, sketches(told, self._seed), theirs, strict=True):
+                if value.is_floating_point():
+                    apart += deviations(ours_TK, theirs_TK, least=LEAST)
+                elif not torch.equal(ours_TK, theirs_TK):  # sums of whole numbers have no rounding
+                    raise FalseWork("the tokens that it passed on are not those that it got", peer=self.peer)
             tolerance = calibration.tolerance(number_format, codec, units=units, deviations=apart)
             judgement = judge_states(apart, tolerance)
             if not judgement.false:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from swarmnode.compute.serving.sketch import deviations, read_sketches, sketch, sketch_bytes
+from swarmnode.compress.codecs import describe_values
+from swarmnode.compute.serving.sketch import deviations, read_sketches, rows_sketched, sketch, sketch_bytes, sketches
 from swarmnode.errors import ProtocolError
 
 SEED = bytes(range(16))
@@ -44,3 +45,15 @@ def test_zeros_and_what_is_not_finite() -> None:
     with pytest.raises(ProtocolError):
         read_sketches(sketch_bytes(one_TK), 2)
     assert torch.equal(read_sketches(sketch_bytes(one_TK), 1), one_TK)
+
+
+def test_of_whole_numbers_only_digits_of_tokens_are_sketched() -> None:
+    digits_BTD = torch.randint(256, (2, 5, 3), dtype=torch.uint8)
+    ids_BT, image_BHWC = torch.randint(256, (2, 5)), torch.zeros(2, 5, 4, 3, dtype=torch.uint8)
+    values = [torch.randn(2, 5, 8), digits_BTD, ids_BT, image_BHWC, image_BHWC[..., 0].repeat(1, 1, 2), digits_BTD[:0]]
+    found = sketches(values, bytes(8))
+    assert [len(one) for one in found] == rows_sketched(describe_values(values)) == [10, 10]
+    changed_BTD = digits_BTD.clone()
+    changed_BTD[1, 4, 2] ^= 1
+    same_T = (sketch(changed_BTD.view(-1, 3), bytes(8)) == found[1]).all(-1)
+    assert same_T.tolist() == [True] * 9 + [False]
