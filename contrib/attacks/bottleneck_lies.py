@@ -1,5 +1,4 @@
-"""A stage of a model with a bottleneck sends false codes, one number of a token's few or all, or names other tokens, to steer all
-states behind it."""
+"""A stage of a model with a bottleneck sends a false number of a token's few, or names another token, to steer all behind it."""
 
 from __future__ import annotations
 

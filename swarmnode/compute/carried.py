@@ -58,7 +58,7 @@ OF_THE_FIRST = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """LiveTensor of one live tensor: the call that returned it, its number among the tensors of the result, and its sizes.
+    """Tensor that is live at a boundary: the call that returned it, its number among the tensors of the result, and its sizes.
 
     `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order.
     """

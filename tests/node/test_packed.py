@@ -300,8 +300,8 @@ async def test_an_older_machine_is_told_to_upgrade(packed: Packed, tmp_path: Pat
     assert manifest is not None and manifest.format == PACKED_FORMAT and manifest.file(PACKED_NAME) is not None
     raw = encode_manifest(manifest)
     assert decode_manifest(raw) == manifest
-    newer = raw.replace(b"\xa6format\x04", b"\xa6format\x08")
-    with pytest.raises(ProtocolError, match=r"format 8.*upgrade swarmnode") as caught:
+    newer = raw.replace(b"\xa6format\x04", b"\xa6format\x09")
+    with pytest.raises(ProtocolError, match=r"format 9.*upgrade swarmnode") as caught:
         decode_manifest(newer)
     assert caught.value.code == ErrorCode.VERSION
 

@@ -97,8 +97,8 @@ async def test_an_older_machine_is_told_to_upgrade(tmp_path: Path) -> None:
     assert manifest is not None and manifest.format == QUANTISED_FORMAT
     raw = encode_manifest(manifest)
     assert decode_manifest(raw) == manifest
-    with pytest.raises(ProtocolError, match=r"format 8.*upgrade swarmnode"):
-        decode_manifest(raw.replace(b"\xa6format\x05", b"\xa6format\x08"))
+    with pytest.raises(ProtocolError, match=r"format 9.*upgrade swarmnode"):
+        decode_manifest(raw.replace(b"\xa6format\x05", b"\xa6format\x09"))
 
 
 @in_virtual_time
