@@ -181,6 +181,7 @@ with lean():
     from transformers.initialization import no_init_weights
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 
 
 class _Outline(torch.Tensor):
@@ -199,15 +200,20 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     checkpoint has weights that the model would ignore.
     """
     family, entries, quantised = checkpoint.family, checkpoint.entries, checkpoint.quantised
-    built = build_on_meta(family.model_class, family.config)
-    tables = {name.rpartition(".")[2] for name, table in built.named_buffers() if not table.is_floating_point()}
-    known = FLOATS | {"I32": torch.int32, "I64": torch.int64}
-    shapes = {
-        name: (entry.shape, known[entry.dtype])
+    plain = {
+        name: entry
         for name, entry in entries.items()
-        if (entry.dtype in FLOATS or (entry.dtype in known and name.rpartition(".")[2] in tables))
-        and not (entry.is_gguf or (quantised is not None and quantised.is_quantised(name)))
+        if not (entry.is_gguf or (quantised is not None and quantised.is_quantised(name)))
     }
+    known = FLOATS
+    if any(entry.dtype in INTEGERS for entry in plain.values()):  # a model may look up tables of whole numbers
+        buffers = build_on_meta(family.model_class, family.config).named_buffers()
+        tables = {name.rpartition(".")[2] for name, table in buffers if not table.is_floating_point()}
+        known = FLOATS | INTEGERS
+        plain = {
+            name: entry for name, entry in plain.items() if entry.dtype in FLOATS or name.rpartition(".")[2] in tables
+        }
+    shapes = {name: (entry.shape, known[entry.dtype]) for name, entry in plain.items() if entry.dtype in known}
     packed: dict[str, Any] = dict(packed_slices({name: entry for name, entry in entries.items() if entry.is_gguf}))
     if quantised is not None:
         stored = checkpoint.open_slices(quantised.packed | quantised.beside)

@@ -120,13 +120,12 @@ class StageRunner:
         self.config = config
         self._throttle = throttle or Throttle()
         self._goes_alone = span.family.calls is not None
-        is_plain = self._goes_alone  # inputs are kept as they are, and all of them
         self.pool = CachePool(
             span,
             config.cache_bytes,
             ledger,
-            windows={} if is_plain else config.windows,
-            kv=PLAIN if is_plain else config.kv,
+            windows={} if self._goes_alone else config.windows,  # inputs are kept as they are, and all of them
+            kv=PLAIN if self._goes_alone else config.kv,
         )
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions

@@ -20,10 +20,8 @@ from swarmnode.compute.gguf.mixtures import REFUSED
 from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing.ggml import library
-from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError
-from tests.compute.model.llama_gguf import WORDS
+from tests.compute.model.llama_gguf import WORDS, logits_in_parts
 
 needs_ggml = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
@@ -225,19 +223,8 @@ def test_a_file_gives_the_model_it_was_made_of(family: str, splits: bool, tmp_pa
     ids = torch.randint(0, len(WORDS), (1, 14))
     expected = model(ids, use_cache=False).logits
     for products in ("plain", "exact"):
-        runners = [
-            StageRunner(load_span(checkpoint, *cut, dtype=torch.float32, products=products), RunnerConfig(1 << 26))
-            for cut in ((0, 2), (2, checkpoint.units))
-        ]
-        found = []
-        for begin, end in ((0, 8), (8, 12), (12, 13), (13, 14)):
-            x = ids[:, begin:end]
-            for runner in runners:
-                if not begin:
-                    runner.open(0, rows=1, max_length=32)
-                x = runner.run([StepInput(0, x, WANT_ALL)])[0].output
-            found.append(x)
-        assert float((torch.cat(found, 1) - expected).abs().max() / expected.std()) < 1e-4, products
+        found = logits_in_parts(checkpoint, 2, ids, products)
+        assert float((found - expected).abs().max() / expected.std()) < 1e-4, products
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,8 @@ from swarmnode.compute.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing.ggml import library
-from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError
-from tests.compute.model.llama_gguf import WORDS
+from tests.compute.model.llama_gguf import WORDS, logits_in_parts
 from tests.numerics.families import COMMON, RECURRENT
 
 SIZES = {"vocab_size": len(WORDS), "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
@@ -116,19 +114,8 @@ def test_a_file_gives_the_model_it_was_made_of(family: str, tmp_path: Path) -> N
     ids = torch.randint(0, len(WORDS), (1, 14))
     expected = model(ids, use_cache=False).logits
     for products in ("plain", "exact"):
-        runners = [
-            StageRunner(load_span(checkpoint, *cut, dtype=torch.float32, products=products), RunnerConfig(1 << 26))
-            for cut in ((0, 3), (3, checkpoint.units))
-        ]
-        found = []
-        for begin, end in ((0, 8), (8, 12), (12, 13), (13, 14)):
-            x = ids[:, begin:end]
-            for runner in runners:
-                if not begin:
-                    runner.open(0, rows=1, max_length=32)
-                x = runner.run([StepInput(0, x, WANT_ALL)])[0].output
-            found.append(x)
-        assert float((torch.cat(found, 1) - expected).abs().max() / expected.std()) < 1e-4, products
+        found = logits_in_parts(checkpoint, 3, ids, products)
+        assert float((found - expected).abs().max() / expected.std()) < 1e-4, products
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A small random Llama in a GGUF file, with a tokenizer of bytes."""
+"""A small random Llama in a GGUF file, with a tokenizer of bytes, and the logits of packed models in two spans."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from swarmnode.compute.gguf.repack import PYTHON_FORMATS, quantise
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing import ggml, ggml_matrix
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -182,3 +186,20 @@ def lose_ggml(monkeypatch: pytest.MonkeyPatch, why: str = "") -> None:
         monkeypatch.setattr(module, "library", lambda: None)
     if not why:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == ggml.PACKAGE else found(name))
+
+
+def logits_in_parts(checkpoint: Checkpoint, cut: int, ids_BT: Tensor, products: str) -> Tensor:
+    """The logits of two spans that meet at unit `cut`, of ids that come in a prompt's chunks and then one by one."""
+    runners = [
+        StageRunner(load_span(checkpoint, *units, dtype=torch.float32, products=products), RunnerConfig(1 << 26))
+        for units in ((0, cut), (cut, checkpoint.units))
+    ]
+    found = []
+    for begin, end in ((0, 8), (8, 12), (12, 13), (13, 14)):
+        x = ids_BT[:, begin:end]
+        for runner in runners:
+            if not begin:
+                runner.open(0, rows=1, max_length=32)
+            x = runner.run([StepInput(0, x, WANT_ALL)])[0].output
+        found.append(x)
+    return torch.cat(found, 1)
