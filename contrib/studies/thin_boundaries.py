@@ -92,6 +92,7 @@ SETTINGS = {
     "bf16": Setting(Codec.BF16),
     "muon none": Setting(optimizer="muon"),
     "muon 8x int8": Setting(Codec.INT8, 8, optimizer="muon"),
+    "muon 16x anchor int8": Setting(Codec.INT8, 16, anchor=True, optimizer="muon"),
     "muon int4": Setting(Codec.INT4, optimizer="muon"),
     "int2": Setting(Codec.INT2),
 }

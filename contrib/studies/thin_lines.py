@@ -40,9 +40,8 @@ SETTINGS = {
     "int8": (0, "int8", "int8"),
     "int4": (0, "int4", "int4"),
     "auto": (0, "auto", None),
-    "1/8, int8": (8, "int8", "8x int8"),
-    "1/16, int8": (16, "int8", "16x int8"),
-    "1/8, int4": (8, "int4", "8x int4"),
+    "1/8, int8": (8, "int8", "8x anchor int8"),
+    "1/16, int8": (16, "int8", "16x anchor int8"),
 }
 
 

@@ -35,7 +35,7 @@ from swarmnode.compute.model.stack import (
     Bottleneck,
     boundaries,
     digit_count,
-    first_anchor_map,
+    expected_states,
     principal_directions,
 )
 from swarmnode.compute.packing.tensor_entry import read_json
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 READS_TEXT = "each stage sees all text, for its anchors; with --anchor 0 only the first and the last stage do"
-WINDOW, WINDOWS = 128, 32  # tokens of a forward pass that chooses a bottleneck's first projections
+WINDOW, WINDOWS = 128, 128  # tokens of a forward pass that chooses a bottleneck's first projections and anchors
 _LAYER = re.compile(r"((?:.*\.)?)\d+\.")
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -482,10 +482,10 @@ def with_bottleneck(
 ) -> ModelSource:
     """Write a checkpoint that generates text with a bottleneck into the folder `out`, to be trained on.
 
-    Only `rank` numbers cross between stages of `stage_layers` layers (None: a fifth of all). The projections begin as the
-    principal directions of the hidden states in a forward pass of the whole model, on the first tokens of those that `read`
-    returns for the model's folder. Tokens' vectors of `anchor` numbers (None: the usual size) begin as zero. Raises as
-    `from_checkpoint`.
+    Only `rank` numbers cross between stages of `stage_layers` layers (None: a fifth of all). `read` returns the tokens of a sample
+    for the model's folder; the whole model's hidden states on the first of them decide with which values training begins.
+    Tokens' vectors of `anchor` numbers (None: the usual size) begin as what the token alone lets one expect of its state, by a
+    linear regression, and projections as the principal directions of the rest. Raises as `from_checkpoint`.
     """
     import torch
 
@@ -505,19 +505,28 @@ def with_bottleneck(
     span = ModelSpan(family, load_model(checkpoint, 0, checkpoint.units, dtype=torch.float32), 0, checkpoint.units)
     layer_name = next(found for name in checkpoint.entries if (found := _LAYER.match(name)))
     projections = dict[str, torch.Tensor]()
-    states, done = torch.tensor(ids[: rows * length]).view(rows, length), 0
+    ids_BT, anchor = torch.tensor(ids[: rows * length]).view(rows, length), bottleneck.anchor
+    states, done = ids_BT, 0
     with torch.inference_mode():
+        embedding_VE = span.model.get_input_embeddings().weight
         for before in boundaries(bottleneck, family.layer_count):
             states = span.forward(states, cache=None, start=done, end=before + 2)
-            rows_RH, done = principal_directions(states, rank), before + 2
-            behind, hidden = f"{layer_name[1]}{before + 1}", states.shape[-1]
-            states = states @ rows_RH.T @ rows_RH
+            behind, hidden, done = f"{layer_name[1]}{before + 1}", states.shape[-1], before + 2
+            expected_VH = (
+                expected_states(states, ids_BT, embedding_VE) if anchor else states.new_zeros(span.vocab_size, hidden)
+            )
+            rows_RH = principal_directions(states - expected_VH[ids_BT], rank)
             projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
             projections[f"{behind}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
-            if bottleneck.anchor:
-                projections[f"{behind}.{ANCHOR}.weight"] = torch.zeros(span.vocab_size, bottleneck.anchor)
-            if 0 < bottleneck.anchor < hidden:
-                projections[f"{behind}.{ANCHOR_MAP}.weight"] = first_anchor_map(hidden, bottleneck.anchor, before + 1)
+            anchors_VH = expected_VH - expected_VH @ rows_RH.T @ rows_RH  # the code tells the rest
+            if anchor == hidden:
+                projections[f"{behind}.{ANCHOR}.weight"] = anchors_VH
+            elif anchor:
+                rows_AH = principal_directions(anchors_VH[ids_BT], anchor)
+                projections[f"{behind}.{ANCHOR}.weight"] = anchors_VH @ rows_AH.T
+                projections[f"{behind}.{ANCHOR_MAP}.weight"] = rows_AH.T.contiguous()
+                anchors_VH = anchors_VH @ rows_AH.T @ rows_AH
+            states = states @ rows_RH.T @ rows_RH + anchors_VH[ids_BT]
     values = read_json(checkpoint.path / CONFIG_NAME)
     with new_folder(out, force=force) as partial:
         for file in checkpoint_files(Path(checkpoint.path)):

@@ -301,22 +301,20 @@ def boundaries(bottleneck: Bottleneck, count: int) -> list[int]:
 
 @torch.no_grad()
 def begin_projections(layers: Mapping[int, nn.Module]) -> None:
-    """Set the projections and anchors of some `layers`, by number: the first R coordinates cross, and anchors are zero."""
+    """Set the projections and anchors of some `layers`, by number: the first R coordinates cross, and anchors are zero.
+
+    The map of anchors is random, so that small tables move all coordinates.
+    """
     for number, layer in layers.items():
-        for name in (THIN_IN, THIN_OUT, ANCHOR, ANCHOR_MAP):
-            module = getattr(layer, name, None)
-            if isinstance(module, nn.Embedding):
-                module.weight.zero_()
-            elif isinstance(module, nn.Linear):
-                rows, columns = module.weight.shape
-                is_map = name == ANCHOR_MAP
-                module.weight.copy_(first_anchor_map(rows, columns, number) if is_map else torch.eye(rows, columns))
-
-
-def first_anchor_map(hidden: int, anchor: int, layer: int) -> Tensor:
-    """Return the map of anchors of a new boundary before a layer, map_HA: random, so that small tables move all coordinates."""
-    drawn_HA: Tensor = torch.randn(hidden, anchor, generator=torch.Generator().manual_seed(layer))
-    return drawn_HA / math.sqrt(anchor)
+        for name in (THIN_IN, THIN_OUT):
+            if (projection := getattr(layer, name, None)) is not None:
+                nn.init.eye_(projection.weight)
+        if hasattr(layer, ANCHOR):
+            layer.thin_anchor.weight.zero_()
+        if hasattr(layer, ANCHOR_MAP):
+            map_HA = layer.thin_anchor_map.weight
+            drawn_HA = torch.randn(map_HA.shape, generator=torch.Generator().manual_seed(number))
+            map_HA.copy_(drawn_HA / math.sqrt(map_HA.shape[1]))
 
 
 @torch.no_grad()
@@ -326,3 +324,21 @@ def principal_directions(states: Tensor, rank: int) -> Tensor:
     _, vectors_HH = torch.linalg.eigh(states_NH.T @ states_NH)  # by rising energy
     rows_RH: Tensor = vectors_HH[:, -rank:].T.flip(0).float().contiguous()
     return rows_RH
+
+
+RIDGE = 1e-2  # of the mean square of an embedding's numbers, so that directions which a sample lacks stay small
+
+
+@torch.no_grad()
+def expected_states(states: Tensor, ids: Tensor, embedding_VE: Tensor) -> Tensor:
+    """Return the state that each token lets one expect, states_VH: a linear regression of hidden states (positions, H) at some
+    tokens (positions) on the tokens' embeddings."""
+
+    def with_one(rows: Tensor) -> Tensor:
+        return nn.functional.pad(rows.double(), (0, 1), value=1.0)
+
+    known_NE, states_NH = with_one(embedding_VE[ids.reshape(-1)]), states.reshape(-1, states.shape[-1]).double()
+    gram_EE = known_NE.T @ known_NE
+    gram_EE.diagonal().add_(RIDGE * gram_EE.diagonal().mean())
+    expected_VH: Tensor = with_one(embedding_VE) @ torch.linalg.solve(gram_EE, known_NE.T @ states_NH)
+    return expected_VH.float()

@@ -15,7 +15,14 @@ from transformers import AutoConfig
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.fresh import tiny_config
-from swarmnode.compute.model.stack import Bottleneck, bottleneck_of, boundaries, digits_of, principal_directions
+from swarmnode.compute.model.stack import (
+    Bottleneck,
+    bottleneck_of,
+    boundaries,
+    digits_of,
+    expected_states,
+    principal_directions,
+)
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.training.learner import Learner
@@ -299,16 +306,39 @@ def test_units_are_groups_of_layers_with_the_ends_inside(tmp_path: Path) -> None
 def test_a_bottleneck_as_wide_as_the_model_keeps_trained_weights(tmp_path: Path, kind: str) -> None:
     build(kind).save_pretrained(tmp_path / "trained")
     text = [number * 7 % 99 for number in range(600)]
-    losses = []
-    for rank in (32, 24, 4):
-        source = with_bottleneck(
-            str(tmp_path / "trained"), tmp_path / f"{rank}", rank, lambda _: text, stage_layers=1, byte_level=True
-        )
-        assert source.bottleneck == rank
-        losses.append(pass_through(learners(Checkpoint(tmp_path / f"{rank}"), make_run(), EACH), 0))
+    source = with_bottleneck(
+        str(tmp_path / "trained"), tmp_path / "wide", 32, lambda _: text, stage_layers=1, byte_level=True
+    )
+    assert source.bottleneck == 32
+    loss = pass_through(learners(Checkpoint(tmp_path / "wide"), make_run(), EACH), 0)
     original = pass_through(learners(Checkpoint(tmp_path / "trained"), make_run(), (0, 5)), 0)
-    assert losses[0] == pytest.approx(original, rel=1e-5)
-    assert abs(losses[1] - original) <= abs(losses[2] - original)
+    assert loss == pytest.approx(original, rel=1e-5)
+
+
+@pytest.mark.parametrize(("anchor", "most"), [(32, 0.2), (16, 0.5), (0, 1.0)])
+def test_anchors_begin_with_what_a_token_tells_of_its_state(tmp_path: Path, anchor: int, most: float) -> None:
+    """States behind the first layer of a random model are mostly made of the token: little of them is lost with anchors."""
+    build("llama").save_pretrained(tmp_path / "trained")
+    ids_BT = torch.tensor([[number * 7 % 99 for number in range(512)]]).view(4, 128)
+    source = with_bottleneck(
+        str(tmp_path / "trained"), tmp_path / "thin", 2, lambda _: ids_BT.flatten().tolist(),
+        stage_layers=1, byte_level=True, anchor=anchor,
+    )  # fmt: skip
+    assert source.anchor == anchor
+    with torch.no_grad():
+        states_BTH = load_segment(Checkpoint(tmp_path / "trained"), 0, 2).span.forward(ids_BT, cache=None)
+    weights = {
+        name.removeprefix("model.layers."): weight
+        for file in (tmp_path / "thin").glob("*.safetensors")
+        for name, weight in load_file(file).items()
+    }
+    widened_BTH = states_BTH @ weights["0.thin_out.weight"].T @ weights["1.thin_in.weight"].T
+    if anchor:
+        anchors_BTA = weights["1.thin_anchor.weight"][ids_BT]
+        mapped = "1.thin_anchor_map.weight" in weights
+        widened_BTH += anchors_BTA @ weights["1.thin_anchor_map.weight"].T if mapped else anchors_BTA
+    lost = float((widened_BTH - states_BTH).square().sum() / states_BTH.square().sum())
+    assert most / 3 < lost < most
 
 
 def test_principal_directions_keep_most_of_the_energy() -> None:
@@ -319,6 +349,17 @@ def test_principal_directions_keep_most_of_the_energy() -> None:
     assert torch.allclose(states_BTH @ rows_RH.T @ rows_RH, states_BTH, atol=1e-5)
     assert torch.allclose(rows_RH @ rows_RH.T, torch.eye(3), atol=1e-5)
     assert float((principal_directions(states_BTH, 1) @ basis_RH[0]).abs()) == pytest.approx(1, abs=0.05)
+
+
+def test_states_are_expected_of_tokens_that_a_sample_lacks() -> None:
+    torch.manual_seed(0)
+    embedding_VE, map_EH = torch.randn(50, 6), torch.randn(6, 4)
+    ids_BT = torch.arange(40).view(4, 10)
+    states_BTH = (embedding_VE @ map_EH + 3.0)[ids_BT] + 0.01 * torch.randn(4, 10, 4)
+    expected_VH = expected_states(states_BTH, ids_BT, embedding_VE)
+    assert torch.allclose(expected_VH, embedding_VE @ map_EH + 3.0, atol=0.2)
+    few_VH = expected_states(states_BTH[:1, :2], ids_BT[:1, :2], embedding_VE)  # fewer tokens than numbers
+    assert torch.isfinite(few_VH).all()
 
 
 @pytest.mark.parametrize(
