@@ -6,7 +6,7 @@
 (downloads five times as fast), 20 ms one way; 64 sequences of 1,024 tokens a step, one at a time. `1b` runs in 16 pipelines of
 four peers with a boundary every four layers, `8b` in four of 16 with a boundary every two; layers are in proportion to the cards'
 speeds, as far as memory allows. `fusion`: FusionAI's fifty RTX 3080 against four H100 PCIe, as in `consumer_cards.py`, one
-pipeline, 128 microbatches of 2 x 1,024 tokens. Cards' speeds are rooflines of datasheet figures (docs/simulator.md).
+pipeline or five, 128 microbatches of 2 x 1,024 tokens. Cards' speeds are rooflines of datasheet figures (docs/simulator.md).
 
 `tokens/s` are those computed. `ratio` divides by those of the reference and by the steps that a loss takes with the bottleneck
 (`plan/compression.py`, `FORMS`): the speed at which a loss is reached. Hidden sizes are divided by 16, by 8, and not at all.
@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -150,13 +150,12 @@ def main() -> None:
                 print(json.dumps(results), flush=True)
     if "fusion" in options.only:
         here = tokens_per_s(DATACENTER.network(1e-5, 100.0), TRAINED, FUSION_TRAIN, options.minutes, 4)
-        for gbps in (0.1, 1.0):
-            for divisor in DIVISORS:
-                thin, train = narrowed(TRAINED, divisor, 1), settings_of(divisor, FUSION_TRAIN, 1)
-                stages = min(CONSUMER.count, thin.units)
-                found = tokens_per_s(CONSUMER.network(0.005, gbps), thin, train, options.minutes, stages)
-                results[f"fusion, {gbps:g} Gbit/s, 1/{divisor}"] = row(found, here, divisor)
-                print(json.dumps(results), flush=True)
+        for gbps, divisor, pipelines in product((0.1, 1.0), DIVISORS, (1, 5)):
+            thin, train = narrowed(TRAINED, divisor, 1), settings_of(divisor, FUSION_TRAIN, 1)
+            stages = min(CONSUMER.count // pipelines, thin.units)
+            found = tokens_per_s(CONSUMER.network(0.005, gbps), thin, train, options.minutes, stages)
+            results[f"fusion, {gbps:g} Gbit/s, 1/{divisor}, pipelines: {pipelines}"] = row(found, here, divisor)
+            print(json.dumps(results), flush=True)
     print(json.dumps(results, indent=1))
 
 
