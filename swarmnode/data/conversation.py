@@ -40,10 +40,8 @@ PACKAGE, RENDERER = "hollow_transformers", "utils.chat_template_utils"
 CONFINED_S, MOST_WAIT_S = 2.0, 30.0
 CONFINED_BYTES = 512 << 20
 MOST_USUAL_BYTES = 64 << 10  # of a conversation that each template writes soon, whatever its client put into it
-SLOW_S, SLOW_SHARE = (
-    0.2,
-    0.05,
-)  # processor time of a slow conversation, and share of the time that all slow templates get
+# processor time of a slow conversation, and share of the time that all slow templates get
+SLOW_S, SLOW_SHARE = 0.2, 0.05
 MAX_RENDERED_BYTES = 32 << 20
 MAX_ERROR_CHARS = 1000
 MAX_REMEMBERED = 256  # slow templates, and those that overran
@@ -191,10 +189,7 @@ def render_chat(
     """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
     ending. Raises the errors of transformers and jinja if the template cannot be used."""
     rendered, _ = _jinja().render_jinja_template(
-        conversations=[list(messages)],
-        tools=list(tools) or None,
-        chat_template=template,
-        **variables,
+        conversations=[list(messages)], tools=list(tools) or None, chat_template=template, **variables
     )
     return str(rendered[0])
 
@@ -281,9 +276,8 @@ class ConfinedRenderer:
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        alarm = threading.Timer(
-            MOST_WAIT_S, self._process.kill
-        )  # of a process that waits, or where processors' time is not bounded
+        # of a process that waits, or where processors' time is not bounded
+        alarm = threading.Timer(MOST_WAIT_S, self._process.kill)
         alarm.start()
         try:
             stdin.write(question + b"\n")

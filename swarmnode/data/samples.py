@@ -74,10 +74,7 @@ class DataNotes:
 
 
 def read_samples(
-    path: Path,
-    tokenizer: SampleTokenizer,
-    loss: LearntTokens = LearntTokens.ANSWERS,
-    notes: DataNotes | None = None,
+    path: Path, tokenizer: SampleTokenizer, loss: LearntTokens = LearntTokens.ANSWERS, notes: DataNotes | None = None
 ) -> Iterator[TokenSample]:
     """Yield the samples of a file of records, in order; a record of several answers may give several.
 
@@ -181,9 +178,8 @@ def with_ends(
                 *counts[:1],
                 *(does or (told and token in ending) for does, (token, told) in zip(counts[1:], pairs, strict=True)),
             ]
-            last = next(
-                (place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0
-            )  # the last answer begins
+            # the last answer begins
+            last = next((place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0)
             if last < len(tokens) and not ending.intersection(tokens[last:]):
                 tokens, counts = [*tokens, end], [*counts, True]
         notes.teaches_end |= any(does and token in ending for token, does in zip(tokens, counts, strict=True))

@@ -32,12 +32,7 @@ class Deadline:
             raise ValueError(f"a deadline needs 0 < floor <= ceiling and a slack of at least 1: {self!r}")
 
     def wait_s(
-        self,
-        *,
-        rtt_s: float | None,
-        work_s: float | None = 0.0,
-        size_bytes: int = 0,
-        bytes_per_s: float | None = None,
+        self, *, rtt_s: float | None, work_s: float | None = 0.0, size_bytes: int = 0, bytes_per_s: float | None = None
     ) -> float:
         """Return the seconds to wait for an answer.
 

@@ -150,12 +150,7 @@ class QuestionServer:
 
 
 async def ask(
-    board: Switchboard,
-    peer: PeerId,
-    question: Body,
-    *,
-    payload: Sequence[Buffer] = (),
-    silence_s: float = SILENCE_S,
+    board: Switchboard, peer: PeerId, question: Body, *, payload: Sequence[Buffer] = (), silence_s: float = SILENCE_S
 ) -> AsyncIterator[tuple[Frame, Body]]:
     """Yield the answers (frame, body) of `peer` to a question until it ends the conversation.
 

@@ -40,9 +40,8 @@ THREADS_S = 0.5  # for threads to end after a command was asked to stop and is o
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
-changing_lines: list[
-    Callable[[bool], None]
-] = []  # clear a line that changes, and say whether it comes back; the top one is shown
+# clear a line that changes, and say whether it comes back; the top one is shown
+changing_lines: list[Callable[[bool], None]] = []
 _for_json: list[IO[str]] = []  # standard output of the commands under way that print JSON
 T = TypeVar("T")
 

@@ -62,9 +62,8 @@ class Download:
         self._waiting = [run for file, numbers in missing.items() for run in chunk_ranges(file, numbers)]
         self._held: list[_Hold] = []
         self._run_s: float | None = None  # duration of a run, a moving average
-        self._lacks: dict[
-            tuple[str, FileContent, int], float
-        ] = {}  # (source, file, first chunk) -> until when the source lacks it
+        # (source, file, first chunk) -> until when the source lacks it
+        self._lacks: dict[tuple[str, FileContent, int], float] = {}
         self.total_bytes = sum(file.chunk_size(number) for file, number in self._left)
         self.done_bytes = 0
 

@@ -148,10 +148,7 @@ class PageOptions:
     """Options of the page and the API of a host."""
 
     port: int = option(
-        GATEWAY_PORT,
-        "Port of the page and the API on this machine; if it is taken, a free one.",
-        min=1,
-        max=65535,
+        GATEWAY_PORT, "Port of the page and the API on this machine; if it is taken, a free one.", min=1, max=65535
     )
     no_page: bool = option(False, "Open neither page nor API.")
 
@@ -304,10 +301,7 @@ class Founding:
                 2,
             )
         if chosen and chosen != _kind_of(swarm).split()[1]:
-            fail(
-                f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name",
-                2,
-            )
+            fail(f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name", 2)
         if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)

@@ -40,9 +40,8 @@ def complete_adapters(context: Context, incomplete: str) -> list[str]:
     from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm
 
     home = home_of(context)
-    typed = context.params.get("swarm") or next(
-        iter(context.args), ""
-    )  # click parses nothing before an unfinished option
+    # click parses nothing before an unfinished option
+    typed = context.params.get("swarm") or next(iter(context.args), "")
     try:
         swarm = load_swarm(typed or JoinedSwarms(home).last or "", home)
         raw = ManifestCache(home).get(swarm.id) if swarm.manifest is None else None

@@ -234,10 +234,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
         join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
         client = await joined(join, stop)
         view.beginning = "reading the data, opening the adapter"
-        async with (
-            client,
-            watch.over(name, lambda: [*meter.readings(), *client.readings()]),
-        ):
+        async with client, watch.over(name, lambda: [*meter.readings(), *client.readings()]):
             return await client.tune(settings, meter, stop, tell, view.print_line)
 
     async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:

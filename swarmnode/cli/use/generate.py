@@ -47,9 +47,7 @@ def generate(
     *,
     swarm: str = SWARM,
     prompt: str = argument(
-        "",
-        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate.",
-        metavar="PROMPT",
+        "", "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate.", metavar="PROMPT"
     ),
     ids: str = option("", "Token ids to continue instead, for models without a tokenizer.", metavar="1,2,3"),
     receipt: Path | None = path_option(

@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.file_options import check_output
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.terminal.console import (
-    HOME,
-    JSON,
-    LogOptions,
-    command,
-    fail,
-    print_json,
-    run_async,
-    say,
-    unless_stopped,
-)
+from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, run_async, say, unless_stopped
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
@@ -87,9 +77,8 @@ def _write(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
     from numpy.lib.format import write_array
 
     try:
-        with zipfile.ZipFile(
-            output, "w"
-        ) as archive:  # not numpy.savez: an output may have the name of one of its arguments
+        # not numpy.savez: an output may have the name of one of its arguments
+        with zipfile.ZipFile(output, "w") as archive:
             for name, array in outputs.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     write_array(file, array, allow_pickle=False)

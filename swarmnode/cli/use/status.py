@@ -111,10 +111,7 @@ def status(
     *,
     swarm: str = SWARM,
     watch: bool = option(
-        False,
-        "Keep watching: show changes, slow links, and your texts that moved to another route.",
-        "--watch",
-        "-w",
+        False, "Keep watching: show changes, slow links, and your texts that moved to another route.", "--watch", "-w"
     ),
     export: bool = option(False, "Print the measured machines and links as a network for `plan`."),
     output: Path = path_option("With --export: write to this file.", "--output", "-o", parse=output_path),

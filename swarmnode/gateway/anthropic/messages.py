@@ -30,13 +30,7 @@ from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, 
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import NamedEvent
-from swarmnode.gateway.openai.requests import (
-    MAX_MESSAGES,
-    ContentPart,
-    check_turns,
-    not_text,
-    text_of,
-)
+from swarmnode.gateway.openai.requests import MAX_MESSAGES, ContentPart, check_turns, not_text, text_of
 
 router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # by kind of block: the type of its deltas, and the field that holds their text

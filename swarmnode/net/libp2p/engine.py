@@ -121,9 +121,8 @@ class Engine(Network):
         self._control: P2pdControl | None = None
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
-        self._entry_addresses: Recent[PeerId, str] = Recent(
-            MAX_KNOWN_PEERS
-        )  # addresses that led into the DHT, for restarts
+        # addresses that led into the DHT, for restarts
+        self._entry_addresses: Recent[PeerId, str] = Recent(MAX_KNOWN_PEERS)
         self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # other connected peers came by themselves
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # a peer that stays alone dials again

@@ -167,9 +167,8 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
                     self._channel.close()
         except SwarmnodeError as error:
             if isinstance(error, NotFinite) or (isinstance(error, ProtocolError) and error.peer):
-                error.code = (
-                    ErrorCode.NOT_FINITE
-                )  # of malformed values, too: coordinators of each version wait for a claim then
+                # of malformed values, too: coordinators of each version wait for a claim then
+                error.code = ErrorCode.NOT_FINITE
                 self._stage.blame(error, self.body.lease)
             self._fail(error)
             if self._spoils_sums:
