@@ -245,6 +245,11 @@ def print_json(value: Any) -> None:
         typer.echo(json_line(value), file=standard_output())
 
 
+def print_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print what a command has done: `value` as JSON, or `text` for people."""
+    print_json(value) if as_json else say(text)
+
+
 def standard_output() -> IO[str]:
     """Return the stream of the command's results, which is not `sys.stdout` inside a command that prints JSON."""
     return _for_json[-1] if _for_json else sys.stdout

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.options.swarm import SWARM, TRUST, open_swarm, patience_option
 from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted

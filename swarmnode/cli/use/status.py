@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.file_options import output_path, write_output
-from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.options.swarm import SWARM, ask, open_swarm
 from swarmnode.counting import counted, ranges
 from swarmnode.errors import SwarmnodeError
 from swarmnode.terminal.console import (

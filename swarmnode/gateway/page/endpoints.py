@@ -47,9 +47,7 @@ from swarmnode.swarm.records.invite import MAX_GROUP_CHARS, MAX_INVITE_CHARS, MA
 from swarmnode.swarm.storage.owner_files import (
     OWNER_SUFFIX,
     IssuedInvite,
-    IssuedInvites,
     is_locked,
-    issued_invites_path,
     load_owner_key,
     open_issued_invites,
 )
@@ -222,7 +220,7 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
     invites that were issued. Only for the owner of this machine."""
     client = page.feed(name).client
     owner_client, swarm = client.as_owner(), client.swarm
-    book = None if swarm.file is None else await asyncio.to_thread(_book_beside, swarm.file)
+    book = None if swarm.file is None else await asyncio.to_thread(open_issued_invites, swarm.file)
     key = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
     keys = {"owned": key is not None and key.is_file(), "locked": key is not None and is_locked(key)}
     view = await OwnersView.read(swarm, book, owner_client)
@@ -251,7 +249,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
     owner = await asyncio.to_thread(_unlock, swarm, wanted.password)
     await owner_client.refresh()
     async with page.book_lock:
-        book = await asyncio.to_thread(_book_beside, _owners_file(swarm))
+        book = await asyncio.to_thread(open_issued_invites, _owners_file(swarm))
         ended = (await OwnersView.read(swarm, book, owner_client)).find(wanted.who)
         told = await end_membership(swarm, owner, book, owner_client, ended)
     return {**ended.to_json(), "told": told}
@@ -259,7 +257,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
 
 def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:
     owner = _unlock(swarm, wanted.password)
-    return issue_invite(swarm, owner, wanted.terms(), _book_beside(_owners_file(swarm)))
+    return issue_invite(swarm, owner, wanted.terms(), open_issued_invites(_owners_file(swarm)))
 
 
 def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
@@ -275,7 +273,3 @@ def _owners_file(swarm: Swarm) -> Path:
             f"only the owner of {swarm.name} can do this: start the gateway with the .swarm file that has the owner's key beside it"
         )
     return swarm.file
-
-
-def _book_beside(file: Path) -> IssuedInvites:
-    return open_issued_invites(issued_invites_path(file))
