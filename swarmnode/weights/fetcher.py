@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder

@@ -1,7 +1,7 @@
 """Endpoints of the page: the swarms that this gateway serves; this machine and its nodes, for the machine's owner; members, invites
-and revocations, for a swarm's owner.
+and revocations, for a swarm's owner; and the page's static files, from the package, which hold no secrets and so need no key.
 
-The last ones do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password, which is
+The endpoints of members do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password, which is
 not kept.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple
 
 import psutil
 from fastapi import APIRouter, Request
@@ -273,3 +275,54 @@ def _owners_file(swarm: Swarm) -> Path:
             f"only the owner of {swarm.name} can do this: start the gateway with the .swarm file that has the owner's key beside it"
         )
     return swarm.file
+
+
+files = APIRouter(include_in_schema=False)
+INDEX = "index.html"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    # Only scripts and styles of this gateway run, and no text becomes markup (`trusted-types 'none'`), wherever it slipped in.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cache-Control": "no-cache",  # the browser checks each time for a newer file
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class StaticFile(NamedTuple):
+    """File of the page. `tag` is its ETag, a hash of the content."""
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+FILES: dict[str, StaticFile] = {}
+for _file in resources.files(__package__).joinpath("static").iterdir():
+    _content = _file.read_bytes()
+    _tag = f'"{hashlib.sha256(_content).hexdigest()[:16]}"'
+    FILES[_file.name] = StaticFile(_content, MEDIA_TYPES[PurePosixPath(_file.name).suffix], _tag)
+
+
+@files.get("/")
+async def index(request: Request) -> Response:
+    """Return the page."""
+    return _file_answer(request, INDEX)
+
+
+@files.get("/page/{name}")
+async def static_file(name: str, request: Request) -> Response:
+    """Return a script, a style or a picture of the page."""
+    return _file_answer(request, name)
+
+
+def _file_answer(request: Request, name: str) -> Response:
+    file = FILES.get(name)
+    if file is None:
+        raise ApiError(404, f"the page has no file {name!r}: reload the page")
+    headers = {**HEADERS, "ETag": file.tag}
+    if request.headers.get("if-none-match") == file.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

@@ -27,7 +27,7 @@ from swarmnode.net.addressing.addresses import (
     with_ports,
 )
 from swarmnode.net.addressing.reachability import answering, is_hidden, own_interfaces
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import LOWEST_PORT, DirectConnections
 from swarmnode.net.fair_share import Recent, StreamLimits

@@ -21,7 +21,7 @@ from swarmnode.codec.messages import KIND_OF, End, Error
 from swarmnode.codec.training_messages import MAX_WAITS, Condition, Lead, ProgressReport, Release, Status, Sync, Wait
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, SwarmnodeError
 from swarmnode.links.switchboard import Channel
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import HoldingReport
