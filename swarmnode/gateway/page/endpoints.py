@@ -1,8 +1,8 @@
 """Endpoints of the page: the swarms that this gateway serves; this machine and its nodes, for the machine's owner; members, invites
 and revocations, for a swarm's owner; and the page's static files, from the package, which hold no secrets and so need no key.
 
-The endpoints of members do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password, which is
-not kept.
+The endpoints of members do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password,
+which is not kept.
 """
 
 from __future__ import annotations
