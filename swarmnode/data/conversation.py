@@ -25,6 +25,8 @@ from swarmnode.files import parse_json
 from swarmnode.hollow_package import folders_of, put_hollow_package
 
 Message = dict[str, Any]  # in the format of chat templates
+Mappings = Sequence[Mapping[str, Any]]  # messages or tools
+CheckText = Callable[[int], None]  # gets the number of a prompt's characters, and raises if they are too many
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = {"developer": SYSTEM, "function": TOOL}  # newer and older names of OpenAI's
 USUAL = frozenset({SYSTEM, USER, ASSISTANT, TOOL})
@@ -180,12 +182,7 @@ def chat_tool(tool: Any) -> Message:
 # -- rendering
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-) -> str:
+def render_chat(template: str, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
     """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
     ending. Raises the errors of transformers and jinja if the template cannot be used."""
     rendered, _ = _jinja().render_jinja_template(
@@ -233,13 +230,7 @@ class ConfinedRenderer:
         with self._lock:
             self._end()
 
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> str:
+    def render(self, template: str, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
         """Render a conversation as `render_chat` does. Raises ValueError if the template cannot be used, or needs more than
         CONFINED_S seconds of a processor, CONFINED_BYTES of memory or MAX_RENDERED_BYTES of text, or has done so before for a
         conversation of usual length, or is slow and must wait."""
@@ -326,12 +317,12 @@ class ChatTemplate(Protocol):
 
     def encode_messages(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Mappings,
+        tools: Mappings = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
-        check_text: Callable[[int], None] | None = None,
+        check_text: CheckText | None = None,
     ) -> list[int]:
         """Return the tokens that the template makes of messages and tools. Before it tokenizes the whole prompt, it calls
         `check_text` with its number of characters. Raises CheckpointError if the template cannot be used."""
@@ -431,7 +422,7 @@ class ChatRenderer:
         tools: Sequence[Message] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
-        check_text: Callable[[int], None] | None = None,
+        check_text: CheckText | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation: `messages` (see `chat_messages`), the `tools` on offer (see `chat_tool`), and
         further `variables` of the template. Before it tokenizes the whole prompt, it calls `check_text` with its number of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from swarmnode.counting import common_beginning, counted
-from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer
+from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer, Mappings
 from swarmnode.data.formats import TEXT, Kind, RecordConversation, RecordPair, kind_of, read_fields
 from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
@@ -52,7 +52,7 @@ class SampleTokenizer(Protocol):
         """Return the tokens of a text, with the special tokens that the model expects around it."""
 
     def marked_answers(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[bool]] | None:
         """Return the tokens of a conversation, and which of them the template marks as the assistant's; None if it marks none."""
 

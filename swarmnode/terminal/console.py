@@ -463,11 +463,6 @@ def pause_s(restarts: int) -> float:
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restarts, 16)))
 
 
-def is_begun_anew() -> bool:
-    """Return whether this process has restarted the command, which therefore has begun its work before."""
-    return COUNT in os.environ
-
-
 @contextlib.contextmanager
 def beginning_anew() -> Iterator[None]:
     """Restart the command if the context raises ExecutorDied."""

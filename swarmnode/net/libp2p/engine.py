@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import (
@@ -56,14 +56,7 @@ RELAY_TIMEOUT_S = 2.0  # a relay that has not answered by then is not used
 SETTLE_S = 4.0
 
 
-class Connections(Protocol):
-    """Interface to the connections of p2pd (`p2pd_control.py`)."""
-
-    async def connected(self) -> dict[PeerId, list[str]]: ...
-    async def disconnect(self, peer: PeerId) -> None: ...
-
-
-async def prepare(control: Connections, *, settle_s: float = SETTLE_S) -> None:
+async def prepare(control: P2pdControl, *, settle_s: float = SETTLE_S) -> None:
     """Wait until a young p2pd knows its public address, and close the connections that it opened over relays before: a peer that
     connects anew gets a hole punched."""
     await asyncio.sleep(settle_s)

@@ -148,7 +148,8 @@ class Arrangement:
         """
         stage = self._stage
         averaging_s = np.maximum(self._replaced_s, self._replaced_s.T)
-        np.maximum(averaging_s, _without_two(self._averaging_s)[stage[:, None], stage], out=averaging_s)
+        others_s = _without_two(np.append(self._averaging_s, 0.0)[None])[0]  # the bench averages nothing
+        np.maximum(averaging_s, others_s[stage[:, None], stage], out=averaging_s)
         total_s: FloatArray = averaging_s + 2 * self._hops_after_swap()
         total_s[stage[:, None] == stage] = np.inf
         if self.problem.kinds is not None:
@@ -176,7 +177,7 @@ class Arrangement:
         before, after = np.full(devices, devices), np.full(devices, devices)
         after[here], before[there] = there, here
         links_s = self._hop_s[here, there]
-        others_s = _without_two_each(links_s)
+        others_s = _without_two(links_s)
         rest_before_s, rest_after_s = np.zeros(devices), np.zeros(devices)  # slowest of the hop's other links
         rest_after_s[here] = rest_before_s[there] = np.einsum("hrr->hr", others_s)
         entering_s = np.maximum(rest_before_s[:, None], self._hop_s[before, :devices])
@@ -198,18 +199,6 @@ class Arrangement:
 
 
 def _without_two(values: FloatArray) -> FloatArray:
-    """Return [N + 1, N + 1]: the maximum of N values without the i-th and the j-th, 0 if none is left. Index N leaves none out."""
-    count = len(values)
-    padded = np.concatenate([values, np.zeros(3)])
-    first, second, third = np.argsort(-padded, kind="stable")[:3]
-    rest = np.full((count + 3, count + 3), padded[first])
-    rest[first, :] = rest[:, first] = padded[second]
-    rest[first, second] = rest[second, first] = padded[third]
-    within: FloatArray = rest[: count + 1, : count + 1]
-    return within
-
-
-def _without_two_each(values: FloatArray) -> FloatArray:
     """Return [H, R, R] for values [H, R]: per row, the maximum without the p-th and the q-th, 0 if none is left."""
     rows, count = values.shape
     padded = np.concatenate([values, np.zeros((rows, 3))], axis=1)
