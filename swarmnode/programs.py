@@ -32,7 +32,6 @@ from swarmnode.swarm.records.run import RECIPE, Averaging, Compression, Recipe, 
 from swarmnode.swarm.storage.owner_files import (
     OWNER_SUFFIX,
     is_locked,
-    issued_invites_path,
     load_owner_key,
     open_issued_invites,
 )
@@ -185,7 +184,7 @@ class HostedSwarm(_Background):
         swarm = self._swarm
         if swarm.file is None:
             return swarm.invite
-        book = open_issued_invites(issued_invites_path(swarm.file))
+        book = open_issued_invites(swarm.file)
         line = friends_invite(swarm, self._key, GUEST, book, self._host.uses_of)
         if line is None:
             raise UsageError(f"a new invite to {swarm.name} needs the owner's key: give its password to `host`")

@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from shapes import transformer
 
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.simulate.environment.model import Model
-from swarmnode.simulate.results.measures import percentile
 from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation, SimulationResult
 
@@ -35,7 +35,7 @@ def figures(result: SimulationResult, name: str) -> dict[str, Any]:
     told |= {key: totals[key] for key in KEPT if key in totals}
     for key in ("first token, s", "between tokens, s", "session, s", "step, s"):
         if key in values:
-            told[key] = {f"p{percent}": percentile(values[key], percent) for percent in (50, 99)}
+            told[key] = {f"p{percent}": float(np.percentile(values[key], percent)) for percent in (50, 99)}
     told |= {
         key: value for key, value in totals.items() if key.startswith(("lost", "replayed", "steps lost", "waiting"))
     }

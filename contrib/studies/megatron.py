@@ -14,7 +14,8 @@ import numpy as np
 
 from swarmnode.plan.cost import step_s, transfer_s
 from swarmnode.plan.offline.grid import Grid
-from swarmnode.plan.offline.planner_files import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.plan.spans.flow import Floats
 
 ALL_REDUCES = 4  # of activations, in each layer of a tensor-parallel model: two on the way forward, two on the way back
 
@@ -87,8 +88,8 @@ def ring_s(network: Scenario, members: Grid, size_bytes: float) -> float:
     return float(2 * (count - 1) * parts_s.max())
 
 
-def _sending_s(network: Scenario, senders: Grid, receivers: Grid, size_bytes: float) -> FloatArray:
-    sent_s: FloatArray = transfer_s(
+def _sending_s(network: Scenario, senders: Grid, receivers: Grid, size_bytes: float) -> Floats:
+    sent_s: Floats = transfer_s(
         size_bytes, network.delay_s[senders, receivers], network.bandwidth_bps[senders, receivers]
     )
     return sent_s

@@ -31,7 +31,8 @@ import numpy as np
 from shapes import cut, transformer
 
 from swarmnode.plan.offline.hosting import StageRoom, split
-from swarmnode.plan.offline.planner_files import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.model import GraphModel, Model
 from swarmnode.simulate.environment.peers import device_of
@@ -142,7 +143,7 @@ def pipeline(scenario: Scenario, task: Task, order: Sequence[int], ratio: float 
     return Pipeline(list(order), spans, max(*stages_s, *links_s))
 
 
-def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: float) -> Callable[[int], FloatArray]:
+def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: float) -> Callable[[int], Floats]:
     """Return a function from a stage to seconds [U] on the link into it, for each unit that it may begin with. Both ways at
     once."""
     model, train = task.model, task.train
@@ -152,7 +153,7 @@ def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: flo
     ]
     bits_U = 8 * FLOAT32_BYTES / ratio * np.array(values, dtype=float)
 
-    def entering_s(stage: int) -> FloatArray:
+    def entering_s(stage: int) -> Floats:
         if stage == 0:
             return np.zeros(model.units)
         there, back = order[stage - 1], order[stage]

@@ -192,9 +192,8 @@ async def export(
                 electorate=lambda: Electorate.of(host.directory),
                 on_unconfirmed=lambda blocks: unconfirmed.extend(all_named(blocks)),
             )
-            files = [
-                store.path(step, block, verify=False) for block in newest.blocks
-            ]  # each chunk was checked on its way
+            # each chunk was checked on its way
+            files = [store.path(step, block, verify=False) for block in newest.blocks]
             await _write(host, gather(files, average=average), out, force, unconfirmed)
             on_unconfirmed(unconfirmed)
             shutil.rmtree(store.folder, ignore_errors=True)

@@ -133,12 +133,7 @@ class CheckpointManager:
         for block in self.blocks:
             self.store.set_aside(step, block)
 
-    async def restore(
-        self,
-        peers: Callable[[], Iterable[PeerId]],
-        blocks: Collection[int],
-        units: int,
-    ) -> int | None:
+    async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
         """Fetch the newest step that is available for all layers, and keep the states of its run from now on.
 
         Args:
@@ -156,12 +151,7 @@ class CheckpointManager:
         async with self._fetching:
             return await self._restore(peers, blocks, units)
 
-    async def _restore(
-        self,
-        peers: Callable[[], Iterable[PeerId]],
-        blocks: Collection[int],
-        units: int,
-    ) -> int | None:
+    async def _restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
         whole_step = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
         if whole_step is None:
             return None

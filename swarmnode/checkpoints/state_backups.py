@@ -49,10 +49,8 @@ REST_S = 30.0  # for a peer that refused a state
 HAND_OVER_S = 60.0  # longest time that a leaving node spends on it
 BACKUP_PROTOCOL = "/swarmnode/backup/1"
 FULL_RETRY_S = 600.0
-PATIENCE_S, SLOWER = (
-    60.0,
-    4.0,
-)  # time limit for a state: these seconds, and this many times its duration at the agreed rate
+# time limit for a state: these seconds, and this many times its duration at the agreed rate
+PATIENCE_S, SLOWER = 60.0, 4.0
 AT_ONCE = 4
 TURN_S = 60.0
 RETRY_S = 10.0  # before a waiting owner asks again

@@ -281,12 +281,7 @@ async def list_states(
 
 
 async def survey(
-    board: Switchboard,
-    peers: Iterable[PeerId],
-    blocks: Sequence[int] = (),
-    *,
-    at_least: int = 0,
-    run_id: bytes = b"",
+    board: Switchboard, peers: Iterable[PeerId], blocks: Sequence[int] = (), *, at_least: int = 0, run_id: bytes = b""
 ) -> dict[PeerId, Listing]:
     """Ask these peers for their states, as `list_states`. Peers that do not answer are left out."""
     turn = asyncio.Semaphore(PEERS_AT_ONCE)

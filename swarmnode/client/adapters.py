@@ -23,13 +23,7 @@ from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import Identity
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.adapter_record import (
-    MAX_LIFE_S,
-    AdapterRecord,
-    Share,
-    sign_adapter,
-    signed_ticket,
-)
+from swarmnode.swarm.records.adapter_record import MAX_LIFE_S, AdapterRecord, Share, sign_adapter, signed_ticket
 from swarmnode.swarm.records.manifest import MAX_WEIGHTS_BYTES, AdapterInfo, Manifest, is_adapter_name
 from swarmnode.swarm.storage.content import verify_file
 from swarmnode.swarm.storage.own_adapters import (

@@ -17,7 +17,7 @@ import msgspec
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, read_config, stop_ids, vocabulary_size
 from swarmnode.codec.sampling import USUAL
-from swarmnode.data.conversation import ChatEnding, chosen_template, render_chat
+from swarmnode.data.conversation import ChatEnding, CheckText, Mappings, chosen_template, render_chat
 from swarmnode.errors import LocalError, NoRoute, UsageError
 from swarmnode.peer.host import Host
 from swarmnode.serving.client.generation import GenerateOptions
@@ -95,7 +95,7 @@ OWN_WAYS = ("apply_chat_template", "get_chat_template", "special_tokens_map")  #
 TRIAL = "{{ messages | tojson }} {{ tools }} {{ add_generation_prompt }} {{ bos_token }} {{ eos_token }}"
 
 
-def is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:
+def is_ordinary(messages: Mappings) -> bool:
     """Return whether every version of transformers passes these messages to the template unchanged: newer versions drop values of
     None and refuse an empty list."""
     return bool(messages) and all(type(message) is dict and None not in message.values() for message in messages)
@@ -155,11 +155,7 @@ class CachedTokenizer(Tokenizer):
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def _chat_ids(
-        self,
-        messages: list[Any],
-        tools: list[Any],
-        variables: Mapping[str, Any],
-        check_text: Callable[[int], None] | None,
+        self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any], check_text: CheckText | None
     ) -> list[int]:
         template = chosen_template(self._cached.chat_template, with_tools=bool(tools))
         if template is None or not self._cached.renders_chats or not is_ordinary(messages):

@@ -296,12 +296,7 @@ class ModelClient(SwarmObserver):
 
         config = self.config
         return RemoteModule(
-            self._host,
-            layout,
-            router,
-            patience_s=config.patience_s,
-            on_served=served,
-            audit_share=config.audit_share,
+            self._host, layout, router, patience_s=config.patience_s, on_served=served, audit_share=config.audit_share
         )
 
     async def tokenizer(self, adapter: str = "") -> Tokenizer | ByteTokenizer | None:

@@ -34,13 +34,7 @@ from swarmnode.peer.swarm_status import explain
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
-from swarmnode.serving.client.generation import (
-    GenerateKeywords,
-    GenerateOptions,
-    Generation,
-    RingStream,
-    with_keywords,
-)
+from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, Generation, RingStream, with_keywords
 from swarmnode.serving.client.prefix_cache import Beginnings
 from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
@@ -285,10 +279,7 @@ class SwarmClient(ModelClient):
         return tokenizer
 
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        options: GenerateOptions | None = None,
-        **keywords: Unpack[GenerateKeywords],
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> Generation:
         """Generate a complete continuation of `prompt`; arguments and errors are those of `stream`. Calls may run in parallel."""
         return await _whole(await self.stream(prompt, options, **keywords))

@@ -103,10 +103,7 @@ class SyncSwarm:
         return self._client.status()
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        options: GenerateOptions | None = None,
-        **keywords: Unpack[GenerateKeywords],
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> Generation:
         """Generate a complete continuation of `prompt`. Calls from several threads share passes in the swarm.
 
@@ -125,10 +122,7 @@ class SyncSwarm:
         return self.run(self._client.generate(prompt, options, **keywords))
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        options: GenerateOptions | None = None,
-        **keywords: Unpack[GenerateKeywords],
+        self, prompt: str | Sequence[int], options: GenerateOptions | None = None, **keywords: Unpack[GenerateKeywords]
     ) -> SyncStream:
         """Generate a continuation piece by piece: `for piece in stream`; arguments and errors are those of `generate`."""
         return SyncStream(self, self.run(self._client.stream(prompt, options, **keywords)))

@@ -13,7 +13,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Union
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
-from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages, chosen_template, render_chat
+from swarmnode.data.conversation import (
+    ChatEnding,
+    ChatRenderer,
+    CheckText,
+    Mappings,
+    chat_messages,
+    chosen_template,
+    render_chat,
+)
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import check_tokenizer
@@ -129,7 +137,7 @@ class Tokenizer:
         return ChatRenderer(self)
 
     def marked_answers(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[bool]] | None:
         """Return the tokens of a conversation in the template's format, and which of them the template marks as the assistant's;
         None if the template has no marks. Raises CheckpointError if it cannot be used."""
@@ -144,12 +152,12 @@ class Tokenizer:
 
     def encode_messages(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Mappings,
+        tools: Mappings = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
-        check_text: Callable[[int], None] | None = None,
+        check_text: CheckText | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation for a checkpoint with a chat template.
 
@@ -247,9 +255,7 @@ class Tokenizer:
         # Some templates always begin another answer: a role's name follows that token.
         return tokens[end] if found and end and not behind[len(end) :][:1].isalnum() else None
 
-    def _chat_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
+    def _chat_text(self, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
         """Render a conversation by the chat template. Raises the errors of transformers and jinja if it cannot be used."""
         turns: list[Any] = list(messages)
         offered: list[Any] = list(tools)
@@ -265,7 +271,7 @@ class Tokenizer:
         """Whether the checkpoint has a response template, which defines the format of answers."""
         return getattr(self.own, "response_template", None) is not None
 
-    def response_parser(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+    def response_parser(self, prompt: Sequence[int], tools: Mappings) -> Any:
         """Return transformers' parser of the answer to `prompt`; it needs special tokens in the text. Raises CheckpointError if the
         response template cannot be used."""
         offered: list[Any] = list(tools)
@@ -299,11 +305,7 @@ class Tokenizer:
         return next((token for token in ids if not (piece := self._piece(token)) or UNUSED.fullmatch(piece)), None)
 
     def _chat_ids(
-        self,
-        messages: list[Any],
-        tools: list[Any],
-        variables: Mapping[str, Any],
-        check_text: Callable[[int], None] | None,
+        self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any], check_text: CheckText | None
     ) -> list[int]:
         if check_text is not None:
             check_text(len(self._chat_text(messages, tools, variables)))
@@ -344,20 +346,14 @@ class AdapterTokenizer(Tokenizer):
     def _end_of_text(self) -> int | None:
         return self.separator
 
-    def _chat_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
+    def _chat_text(self, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
         template = chosen_template(self.chat_template, with_tools=bool(tools))
         if template is None:
             raise ValueError("the adapter has no template called default")
         return self._render(template, messages, tools, {**self.special_tokens, **variables})
 
     def _chat_ids(
-        self,
-        messages: list[Any],
-        tools: list[Any],
-        variables: Mapping[str, Any],
-        check_text: Callable[[int], None] | None,
+        self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any], check_text: CheckText | None
     ) -> list[int]:
         text = self._chat_text(messages, tools, variables)
         if check_text is not None:

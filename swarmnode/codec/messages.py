@@ -185,10 +185,7 @@ class CreditClaim(Body, frozen=True):
     receipts: Annotated[tuple[SignedBytes, ...], Meta(min_length=1, max_length=MAX_CLAIMED)]
 
 
-CREDIT_BODIES: dict[FrameKind, type[Body]] = {
-    FrameKind.RECEIPT: SignedReceipt,
-    FrameKind.CLAIM: CreditClaim,
-}
+CREDIT_BODIES: dict[FrameKind, type[Body]] = {FrameKind.RECEIPT: SignedReceipt, FrameKind.CLAIM: CreditClaim}
 
 
 PROOF_BYTES = 32
@@ -354,9 +351,8 @@ class Open(Body, frozen=True):
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
     proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto
     ticket: AdapterTicket | None = None  # for an `adapter` that the manifest does not list
-    leaving: Annotated[
-        tuple[HopSpec, ...], Meta(max_length=MAX_LEAVING)
-    ] = ()  # hops of the former route with its caches
+    # hops of the former route with its caches
+    leaving: Annotated[tuple[HopSpec, ...], Meta(max_length=MAX_LEAVING)] = ()
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)

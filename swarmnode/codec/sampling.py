@@ -21,11 +21,8 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 16384  # the bound of its bytes, too
-USUAL = {
-    "temperature": 0.8,
-    "top_k": 40,
-    "top_p": 0.95,
-}  # of models that say nothing; many write nonsense at temperature 1
+# of models that say nothing; many write nonsense at temperature 1
+USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 ID_BYTES = 4  # of a token in the earlier text
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]

@@ -25,6 +25,8 @@ from swarmnode.files import parse_json
 from swarmnode.hollow_package import folders_of, put_hollow_package
 
 Message = dict[str, Any]  # in the format of chat templates
+Mappings = Sequence[Mapping[str, Any]]  # messages or tools
+CheckText = Callable[[int], None]  # gets the number of a prompt's characters, and raises if they are too many
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = {"developer": SYSTEM, "function": TOOL}  # newer and older names of OpenAI's
 USUAL = frozenset({SYSTEM, USER, ASSISTANT, TOOL})
@@ -40,10 +42,8 @@ PACKAGE, RENDERER = "hollow_transformers", "utils.chat_template_utils"
 CONFINED_S, MOST_WAIT_S = 2.0, 30.0
 CONFINED_BYTES = 512 << 20
 MOST_USUAL_BYTES = 64 << 10  # of a conversation that each template writes soon, whatever its client put into it
-SLOW_S, SLOW_SHARE = (
-    0.2,
-    0.05,
-)  # processor time of a slow conversation, and share of the time that all slow templates get
+# processor time of a slow conversation, and share of the time that all slow templates get
+SLOW_S, SLOW_SHARE = 0.2, 0.05
 MAX_RENDERED_BYTES = 32 << 20
 MAX_ERROR_CHARS = 1000
 MAX_REMEMBERED = 256  # slow templates, and those that overran
@@ -182,19 +182,11 @@ def chat_tool(tool: Any) -> Message:
 # -- rendering
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-) -> str:
+def render_chat(template: str, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
     """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
     ending. Raises the errors of transformers and jinja if the template cannot be used."""
     rendered, _ = _jinja().render_jinja_template(
-        conversations=[list(messages)],
-        tools=list(tools) or None,
-        chat_template=template,
-        **variables,
+        conversations=[list(messages)], tools=list(tools) or None, chat_template=template, **variables
     )
     return str(rendered[0])
 
@@ -238,13 +230,7 @@ class ConfinedRenderer:
         with self._lock:
             self._end()
 
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> str:
+    def render(self, template: str, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]) -> str:
         """Render a conversation as `render_chat` does. Raises ValueError if the template cannot be used, or needs more than
         CONFINED_S seconds of a processor, CONFINED_BYTES of memory or MAX_RENDERED_BYTES of text, or has done so before for a
         conversation of usual length, or is slow and must wait."""
@@ -281,9 +267,8 @@ class ConfinedRenderer:
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        alarm = threading.Timer(
-            MOST_WAIT_S, self._process.kill
-        )  # of a process that waits, or where processors' time is not bounded
+        # of a process that waits, or where processors' time is not bounded
+        alarm = threading.Timer(MOST_WAIT_S, self._process.kill)
         alarm.start()
         try:
             stdin.write(question + b"\n")
@@ -332,12 +317,12 @@ class ChatTemplate(Protocol):
 
     def encode_messages(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Mappings,
+        tools: Mappings = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
-        check_text: Callable[[int], None] | None = None,
+        check_text: CheckText | None = None,
     ) -> list[int]:
         """Return the tokens that the template makes of messages and tools. Before it tokenizes the whole prompt, it calls
         `check_text` with its number of characters. Raises CheckpointError if the template cannot be used."""
@@ -437,7 +422,7 @@ class ChatRenderer:
         tools: Sequence[Message] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
-        check_text: Callable[[int], None] | None = None,
+        check_text: CheckText | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation: `messages` (see `chat_messages`), the `tools` on offer (see `chat_tool`), and
         further `variables` of the template. Before it tokenizes the whole prompt, it calls `check_text` with its number of

@@ -36,10 +36,8 @@ SYNONYMS = {  # roles of ShareGPT, LLaMA-Factory and Gemma
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call", "tool_call"), ASSISTANT),
     **dict.fromkeys(("observation", "tool_response"), TOOL),
 }
-CALLING = (
-    "function_call",
-    "tool_call",
-)  # roles of LLaMA-Factory and ms-swift, whose text is JSON of a call or of several
+# roles of LLaMA-Factory and ms-swift, whose text is JSON of a call or of several
+CALLING = ("function_call", "tool_call")
 ROLE, CONTENT, CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")  # names of the same
 TOOLS, SYSTEMS = ("tools", "functions"), ("system", "system_prompt")
 COUNTING = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of a message: 0 or 1, false or true

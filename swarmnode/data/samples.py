@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from swarmnode.counting import common_beginning, counted
-from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer
+from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer, Mappings
 from swarmnode.data.formats import TEXT, Kind, RecordConversation, RecordPair, kind_of, read_fields
 from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
@@ -52,7 +52,7 @@ class SampleTokenizer(Protocol):
         """Return the tokens of a text, with the special tokens that the model expects around it."""
 
     def marked_answers(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Mappings, tools: Mappings, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[bool]] | None:
         """Return the tokens of a conversation, and which of them the template marks as the assistant's; None if it marks none."""
 
@@ -74,10 +74,7 @@ class DataNotes:
 
 
 def read_samples(
-    path: Path,
-    tokenizer: SampleTokenizer,
-    loss: LearntTokens = LearntTokens.ANSWERS,
-    notes: DataNotes | None = None,
+    path: Path, tokenizer: SampleTokenizer, loss: LearntTokens = LearntTokens.ANSWERS, notes: DataNotes | None = None
 ) -> Iterator[TokenSample]:
     """Yield the samples of a file of records, in order; a record of several answers may give several.
 
@@ -181,9 +178,8 @@ def with_ends(
                 *counts[:1],
                 *(does or (told and token in ending) for does, (token, told) in zip(counts[1:], pairs, strict=True)),
             ]
-            last = next(
-                (place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0
-            )  # the last answer begins
+            # the last answer begins
+            last = next((place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0)
             if last < len(tokens) and not ending.intersection(tokens[last:]):
                 tokens, counts = [*tokens, end], [*counts, True]
         notes.teaches_end |= any(does and token in ending for token, does in zip(tokens, counts, strict=True))

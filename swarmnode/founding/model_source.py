@@ -112,11 +112,8 @@ def check_generation_config(folder: Path) -> None:
 
 
 BYTES = 256
-HEADER_BYTES = (
-    8 << 20,
-    32 << 20,
-    128 << 20,
-)  # of a GGUF file on the hub, tried in turn: its vocabulary takes most of them
+# of a GGUF file on the hub, tried in turn: its vocabulary takes most of them
+HEADER_BYTES = (8 << 20, 32 << 20, 128 << 20)
 
 
 def open_model(

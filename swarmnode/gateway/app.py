@@ -23,7 +23,7 @@ from swarmnode.gateway.gateway import Gateway, gateway_of
 from swarmnode.gateway.http.api_error import ApiError, api_error, bad_request
 from swarmnode.gateway.http.event_stream import ClientGone
 from swarmnode.gateway.openai import completions, encoders, responses
-from swarmnode.gateway.page import endpoints, static_files
+from swarmnode.gateway.page import endpoints
 from swarmnode.gateway.page.page import Page
 from swarmnode.metrics.exposition import CONTENT_TYPE, Sources, exposed
 from swarmnode.version import __version__
@@ -45,8 +45,8 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     app.include_router(router)
     if page is not None:
         app.state.page = page
-        for part in (static_files, endpoints):
-            app.include_router(part.router)
+        for part in (endpoints.files, endpoints.router):
+            app.include_router(part)
     app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
     if gateway.config.origins:  # outside the guard: a browser's preflight request carries no key
         app.add_middleware(

@@ -251,9 +251,8 @@ class ServedModel:
         for prompt in prompts:
             for choice in range(asked.texts):
                 new_tokens = asked.new_tokens
-                if (
-                    new_tokens is None
-                ):  # bounded by the context, since a session reserves memory for all of its positions
+                # bounded by the context, since a session reserves memory for all of its positions
+                if new_tokens is None:
                     most = (await self.client.limits()).most_new_tokens(len(prompt))
                     new_tokens = max(1, min(self.config.default_new_tokens, most))
                 options = GenerateOptions(

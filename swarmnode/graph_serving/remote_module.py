@@ -43,7 +43,7 @@ from swarmnode.compute.training.saved_activations import has_nan
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerRefused, UsageError, blaming
 from swarmnode.ledger import Account
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import ask_one, board_of

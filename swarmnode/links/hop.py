@@ -20,7 +20,7 @@ from swarmnode.codec.tensors import PLAIN_CODECS
 from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.ledger import Reservation
 from swarmnode.links.switchboard import Channel, Switchboard
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.interfaces import Buffer, PeerId
 
 ENTRY_BYTES = 768  # of Python's objects around one entry of a journal

@@ -13,7 +13,7 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link_statistics import LinkStatistics, Traffic
 from swarmnode.links.pacing import HeartbeatConfig, RateLimiter
 from swarmnode.net.addressing.addresses import Claimant, owner_of
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.fair_share import FairPace, Pace, Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.network_config import OPEN_GATE, Gate

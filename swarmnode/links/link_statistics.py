@@ -227,9 +227,8 @@ class LinkStatistics:
 
     def record_arrival(self, peer: PeerId, now_s: float) -> None:
         """Record that data of the peer arrived at `now_s` on the event loop's clock, on any link with it."""
-        (
-            self._peers.get(peer) or self._of(peer)
-        ).arrived_at_s = now_s  # a peer that is known does not become the latest
+        # a peer that is known does not become the latest
+        (self._peers.get(peer) or self._of(peer)).arrived_at_s = now_s
 
     def arrived_at_s(self, peer: PeerId) -> float:
         """Return the time of the last data of the peer on the event loop's clock; minus infinity if there was none."""

@@ -88,12 +88,7 @@ class Prober:
     """Bandwidth tests with other peers, and answers to theirs. `busy` returns whether this node needs its line for other work."""
 
     def __init__(
-        self,
-        peer: LocalPeer,
-        *,
-        busy: Callable[[], bool],
-        config: ProbeConfig = ProbeConfig(),
-        seed: object = None,
+        self, peer: LocalPeer, *, busy: Callable[[], bool], config: ProbeConfig = ProbeConfig(), seed: object = None
     ) -> None:
         self._network = peer.network
         self._hello = peer.hello

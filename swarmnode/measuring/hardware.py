@@ -395,11 +395,7 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
 
 
 def _expert_tier(
-    checkpoint: Checkpoint,
-    sizes: UnitSizes,
-    lent: Sequence[LentDevice],
-    config: StageConfig,
-    needed_units: int | None,
+    checkpoint: Checkpoint, sizes: UnitSizes, lent: Sequence[LentDevice], config: StageConfig, needed_units: int | None
 ) -> tuple[ExpertTier, UnitSizes] | None:
     """Return how many experts lie in memory, and the sizes of the units with them; None if all do, or cards compute."""
     if len(lent) != 1 or lent[0].device.kind != "cpu":

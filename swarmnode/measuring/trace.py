@@ -25,13 +25,14 @@ from swarmnode.codec.measuring_messages import (
     MAX_CAME_US,
     MAX_TRACE_STEPS,
     MAX_TRACE_US,
+    TRACE_ID_BYTES,
     DraftCount,
     GetTrace,
     Trace,
     TraceStep,
 )
 from swarmnode.codec.messages import Error, ProposerKind
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, UsageError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.net.addressing.addresses import Claimant
@@ -235,6 +236,17 @@ class Stop:
 def sent_us(step: TraceStep) -> int:
     """Return when a step left, on its hop's clock."""
     return step.came_us + step.stay_us
+
+
+def parse_trace_id(text: str) -> bytes:
+    """Return the bytes of a trace id in hex. Raises UsageError if `text` is none."""
+    try:
+        trace = bytes.fromhex(text)
+    except ValueError:
+        trace = b""
+    if len(trace) != TRACE_ID_BYTES:
+        raise UsageError(f"a trace id is {2 * TRACE_ID_BYTES} hex digits, not {text!r}")
+    return trace
 
 
 class Timeline:

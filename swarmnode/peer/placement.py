@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnode.counting import layers
 from swarmnode.decisions import Topic
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.peer.host import Host
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.offline.planner_files import PlanFile

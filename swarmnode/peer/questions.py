@@ -84,6 +84,7 @@ log = logging.getLogger(__name__)
 BUSY_RETRY_S = 1.0
 SILENCE_S = 30.0  # for one answer: a chunk at 35 KB/s (the link's heartbeat finds a peer that hangs altogether)
 MAX_WAITING = 16  # answers received and not taken yet: more than a run of chunks has
+Received = TypeVar("Received")
 Reply = TypeVar("Reply", bound=Body)
 
 
@@ -150,12 +151,7 @@ class QuestionServer:
 
 
 async def ask(
-    board: Switchboard,
-    peer: PeerId,
-    question: Body,
-    *,
-    payload: Sequence[Buffer] = (),
-    silence_s: float = SILENCE_S,
+    board: Switchboard, peer: PeerId, question: Body, *, payload: Sequence[Buffer] = (), silence_s: float = SILENCE_S
 ) -> AsyncIterator[tuple[Frame, Body]]:
     """Yield the answers (frame, body) of `peer` to a question until it ends the conversation.
 
@@ -173,23 +169,28 @@ async def ask(
             answers.put_nowait(None if isinstance(body, End) else (frame, body))
 
     channel = await board.call(peer, receive, answers.put_nowait)
-    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
     try:
         channel.send(question, payload=payload)
-        while True:
-            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
-            alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
-            try:
-                item = await answers.get()
-            finally:
-                alarm.cancel()
-            if item is None:
-                return
-            if isinstance(item, PeerError):
-                raise item
-            yield item
+        while (answer := await next_answer(answers, peer, silence_s)) is not None:
+            yield answer
     finally:
         channel.close()
+
+
+async def next_answer(
+    answers: asyncio.Queue[Received | PeerError], peer: PeerId, silence_s: float = SILENCE_S
+) -> Received:
+    """Return the next of a peer's answers, or raise the error among them; PeerLost after `silence_s` seconds without either."""
+    # Not wait_for: before Python 3.12 it loses a cancellation that comes together with an answer.
+    silent = PeerLost(f"peer {peer} did not answer for {silence_s:.0f} s", peer=peer)
+    alarm = asyncio.get_running_loop().call_later(silence_s, answers.put_nowait, silent)
+    try:
+        item = await answers.get()
+    finally:
+        alarm.cancel()
+    if isinstance(item, PeerError):
+        raise item
+    return item
 
 
 async def ask_one(

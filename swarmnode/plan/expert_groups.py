@@ -18,7 +18,7 @@ import numpy as np
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.cost import step_s, transfer_s
-from swarmnode.plan.offline.planner_files import FloatArray
+from swarmnode.plan.spans.flow import Floats
 
 BACKWARD = 2.0  # computing of a backward pass relative to the forward pass
 TRAINING_BYTES = 16  # of a parameter: float32 weight, gradient and AdamW's moments
@@ -378,8 +378,8 @@ class ExpertComparison:
 def compare_nearest(
     mixture: ExpertMixture,
     machines: Sequence[GroupMachine],
-    delay_s: FloatArray,
-    bandwidth_bps: FloatArray,
+    delay_s: Floats,
+    bandwidth_bps: Floats,
     work: GroupWork,
 ) -> ExpertComparison:
     """Compare groups of up to `MAX_MACHINES` of at least two `machines`; return the comparison with the largest gain.

@@ -40,7 +40,7 @@ from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
-from swarmnode.net.deadlines import Deadline, Expectation
+from swarmnode.net.clock import Deadline, Expectation
 from swarmnode.plan.serving.draft_budget import RowLoad
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span

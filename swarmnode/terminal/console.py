@@ -40,9 +40,8 @@ THREADS_S = 0.5  # for threads to end after a command was asked to stop and is o
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
-changing_lines: list[
-    Callable[[bool], None]
-] = []  # clear a line that changes, and say whether it comes back; the top one is shown
+# clear a line that changes, and say whether it comes back; the top one is shown
+changing_lines: list[Callable[[bool], None]] = []
 _for_json: list[IO[str]] = []  # standard output of the commands under way that print JSON
 T = TypeVar("T")
 
@@ -244,6 +243,11 @@ def print_json(value: Any) -> None:
     make_room(again=True)
     with outliving_terminal():
         typer.echo(json_line(value), file=standard_output())
+
+
+def print_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print what a command has done: `value` as JSON, or `text` for people."""
+    print_json(value) if as_json else say(text)
 
 
 def standard_output() -> IO[str]:
@@ -457,11 +461,6 @@ def pause_s(restarts: int) -> float:
     """Return the seconds to wait before a restart. They double with each restart, so that a broken GPU keeps neither its machine
     nor its neighbours busy."""
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restarts, 16)))
-
-
-def is_begun_anew() -> bool:
-    """Return whether this process has restarted the command, which therefore has begun its work before."""
-    return COUNT in os.environ
 
 
 @contextlib.contextmanager

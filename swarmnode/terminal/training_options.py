@@ -82,8 +82,7 @@ class AveragingOptions:
     )
     average_rank: int = option(0, "Above 0: use PowerSGD of this rank.", min=0, max=1024)
     average_alternating: bool = option(
-        False,
-        "With --average-rank: send the two factors in turns, as ACP-SGD does, for half of the bytes.",
+        False, "With --average-rank: send the two factors in turns, as ACP-SGD does, for half of the bytes."
     )
     average_by_line: bool = option(
         False,

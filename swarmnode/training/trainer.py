@@ -40,7 +40,7 @@ from swarmnode.errors import (
     refusal,
 )
 from swarmnode.links.switchboard import Channel, Switchboard
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run

@@ -33,12 +33,7 @@ from swarmnode.net.tasks import Tasks, until_first
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.swarm.peers.record_validation import LISTED_S
-from swarmnode.swarm.records.adapter_record import (
-    AdapterRecord,
-    Share,
-    admitted_record,
-    open_adapter,
-)
+from swarmnode.swarm.records.adapter_record import AdapterRecord, Share, admitted_record, open_adapter
 from swarmnode.swarm.records.manifest import AdapterInfo, file_names
 from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name
 from swarmnode.swarm.storage.content import FileContent, matching_hashes

@@ -24,7 +24,7 @@ from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.host import Host
-from swarmnode.peer.questions import MAX_WAITING, SILENCE_S, LocalPeer, board_of
+from swarmnode.peer.questions import MAX_WAITING, LocalPeer, board_of, next_answer
 from swarmnode.swarm.peers.record_validation import LISTED_S, adapter_subkey, adapters_in, adapters_key
 from swarmnode.swarm.records.adapter_record import AdapterRecord, open_adapter, sign_adapter
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent
@@ -101,24 +101,13 @@ class OfferedSource(Source):
             try:
                 self._channel.send(question)
                 while left:
-                    frame = await self._next(answers)
+                    frame = await next_answer(answers, self.name)
                     left -= 1
                     yield frame
             finally:
                 self._answers = None
                 if left:
                     self._channel.close()
-
-    async def _next(self, answers: asyncio.Queue[Frame | PeerError]) -> Frame:
-        silent = PeerLost(f"peer {self.name} did not answer for {SILENCE_S:.0f} s", peer=self.name)
-        alarm = asyncio.get_running_loop().call_later(SILENCE_S, answers.put_nowait, silent)
-        try:
-            item = await answers.get()
-        finally:
-            alarm.cancel()
-        if isinstance(item, PeerError):
-            raise item
-        return item
 
 
 class AdapterOffers:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 
 from swarmnode.errors import CheckpointError, ErrorCode, NetworkDown, PeerError, PeerRefused, ProtocolError
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
@@ -62,9 +62,8 @@ class Download:
         self._waiting = [run for file, numbers in missing.items() for run in chunk_ranges(file, numbers)]
         self._held: list[_Hold] = []
         self._run_s: float | None = None  # duration of a run, a moving average
-        self._lacks: dict[
-            tuple[str, FileContent, int], float
-        ] = {}  # (source, file, first chunk) -> until when the source lacks it
+        # (source, file, first chunk) -> until when the source lacks it
+        self._lacks: dict[tuple[str, FileContent, int], float] = {}
         self.total_bytes = sum(file.chunk_size(number) for file, number in self._left)
         self.done_bytes = 0
 

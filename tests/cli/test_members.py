@@ -23,7 +23,6 @@ from swarmnode.swarm.storage.owner_files import (
     SEEN_STEP_S,
     AdmittedPeer,
     IssuedInvites,
-    issued_invites_path,
     open_admitted_peers,
     open_issued_invites,
     record_members,
@@ -45,7 +44,7 @@ class Book:
 
     @property
     def invites(self) -> IssuedInvites:
-        return open_issued_invites(issued_invites_path(self.file))
+        return open_issued_invites(self.file)
 
     def invite(self, **terms: object) -> str:
         """Give out an invite; its id."""

@@ -69,7 +69,7 @@ def test_an_invite_is_one_line_and_is_entered_into_the_book(file: Path) -> None:
     grant = invite_in(done.stdout).opened_grant()
     assert (grant.allows, grant.uses, grant.peer, grant.group) == (Role.CLIENT, 2, ALICE, "berlin")
     assert grant.expires_at - grant.issued_at == 7 * 86_400
-    guest = open_issued_invites(issued_invites_path(file)).guests[-1]
+    guest = open_issued_invites(file).guests[-1]
     assert (guest.invite, guest.note) == (grant.invite_id.hex(), "Alice")
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from swarmnode.cli.use.trace import hops_table, timeline_json, tokens_table
+from swarmnode.cli.lend.why import hops_table, timeline_json, tokens_table
 from swarmnode.codec.measuring_messages import DraftCount, Trace, TraceStep
 from swarmnode.codec.messages import ProposerKind
 from swarmnode.measuring.meters import by_proposer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.deadlines import Backoff, Deadline, Expectation
+from swarmnode.net.clock import Backoff, Deadline, Expectation
 from tests.watch import Watch
 
 RULE = Deadline(floor_s=1.0, ceiling_s=20.0, slack=4.0)

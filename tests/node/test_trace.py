@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from swarmnode.cli.use.trace import parse_trace_id
-from swarmnode.measuring.trace import Timeline
+from swarmnode.measuring.trace import Timeline, parse_trace_id
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
-from swarmnode.plan.offline.planner_files import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.plan.spans.flow import Floats
 
 GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # as in arXiv 2206.01288
 
 
-def network(delay_s: FloatArray, bandwidth_bps: FloatArray, regions: list[str] | None = None) -> Scenario:
+def network(delay_s: Floats, bandwidth_bps: Floats, regions: list[str] | None = None) -> Scenario:
     """A scenario of which nothing but its links is known."""
     devices = len(delay_s)
     unknown = (None,) * devices
@@ -51,7 +52,7 @@ def random_problem(stages: int, replicas: int, devices: int, seed: int) -> Probl
     """Costs without any structure."""
     random = np.random.default_rng(seed)
 
-    def symmetric() -> FloatArray:
+    def symmetric() -> Floats:
         values = np.triu(random.random((devices, devices)), 1)
         return values + values.T
 

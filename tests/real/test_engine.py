@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from swarmnode.errors import LocalError, NetworkDown, PeerLost, UsageError
 from swarmnode.net.addressing.addresses import free_port
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_stream import DirectStream
 from swarmnode.net.identity import Identity

@@ -17,6 +17,7 @@ from swarmnode.terminal.progress import bytes_bar
 
 if TYPE_CHECKING:
     from swarmnode.founding.model_source import ModelSource
+    from swarmnode.founding.swarm_creation import Bootstraps, NewOwner
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 
@@ -146,6 +147,39 @@ class NewModelOptions:
         """Whether the swarm serves a checkpoint that already exists."""
         return self.mode == "serve" and bool(self.model)
 
+    def found(
+        self,
+        path: Path,
+        bootstraps: Bootstraps,
+        owner: NewOwner | None,
+        *,
+        private: bool,
+        by_credit: bool = False,
+        force: bool = False,
+        quiet: bool,
+    ) -> tuple[Swarm, ModelSource]:
+        """Found the swarm of the file `path` and write its files; return it and its model. Raises UsageError, CheckpointError,
+        LocalError."""
+        from swarmnode.founding.swarm_creation import create_and_save, new_beside
+
+        with new_beside(path) as weights:
+            source = self.source(weights, force=force, quiet=quiet)
+            with bytes_bar("Hashing the weights", quiet=quiet) as progress:
+                swarm = create_and_save(
+                    path,
+                    source,
+                    bootstraps,
+                    owner,
+                    mode=self.mode,
+                    private=private,
+                    products=self.asked_products,
+                    by_credit=by_credit,
+                    adapters=self.adapters,
+                    force=force,
+                    progress=progress,
+                )
+        return swarm, source
+
     def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
         """Return the model. Weights that do not exist yet are written into the folder `weights`."""
         from swarmnode.founding.model_source import (
@@ -248,27 +282,14 @@ def create(
     """
     membership, silent = standing.membership, quiet or as_json
     model.check()
-    from swarmnode.founding.swarm_creation import Bootstraps, create_and_save, new_beside, new_swarm_file
+    from swarmnode.founding.swarm_creation import Bootstraps, new_swarm_file
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()
     new = None if membership == "open" else owner_of(path, owner, force=force)
-    with new_beside(path) as weights:
-        source = model.source(weights, force=force, quiet=silent)
-        with bytes_bar("Hashing the weights", quiet=silent) as progress:
-            swarm = create_and_save(
-                path,
-                source,
-                bootstraps,
-                new,
-                mode=model.mode,
-                private=membership == "private",
-                products=model.asked_products,
-                by_credit=standing.priority == "credit",
-                adapters=model.adapters,
-                force=force,
-                progress=progress,
-            )
+    by_credit = standing.priority == "credit"
+    private = membership == "private"
+    swarm, source = model.found(path, bootstraps, new, private=private, by_credit=by_credit, force=force, quiet=silent)
     name_swarm(path, home)
     if as_json:
         _print_json(swarm, path, source)

@@ -148,10 +148,7 @@ class PageOptions:
     """Options of the page and the API of a host."""
 
     port: int = option(
-        GATEWAY_PORT,
-        "Port of the page and the API on this machine; if it is taken, a free one.",
-        min=1,
-        max=65535,
+        GATEWAY_PORT, "Port of the page and the API on this machine; if it is taken, a free one.", min=1, max=65535
     )
     no_page: bool = option(False, "Open neither page nor API.")
 
@@ -304,10 +301,7 @@ class Founding:
                 2,
             )
         if chosen and chosen != _kind_of(swarm).split()[1]:
-            fail(
-                f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name",
-                2,
-            )
+            fail(f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name", 2)
         if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
@@ -375,26 +369,14 @@ class Founding:
 
     def create(self, path: Path) -> tuple[Swarm, NewOwner | None]:
         """Found the swarm; return it and its owner's key, None if it has none. Raises UsageError, CheckpointError, LocalError."""
-        from swarmnode.founding.swarm_creation import Bootstraps, create_and_save, new_beside
+        from swarmnode.founding.swarm_creation import Bootstraps
         from swarmnode.net.addressing.addresses import port_of
 
         membership = self.membership.membership
         listen = self.doors.listen or [_free_everywhere()]
         bootstraps = Bootstraps((), listen, self.doors.announce).settled()
         owner = None if membership == "open" else owner_of(path, self.owner)
-        with new_beside(path) as weights:
-            source = self.new.source(weights, force=False, quiet=self.quiet)
-            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
-                swarm = create_and_save(
-                    path,
-                    source,
-                    bootstraps,
-                    owner,
-                    mode=self.new.mode,
-                    private=membership == "private",
-                    adapters=self.new.adapters,
-                    progress=progress,
-                )
+        swarm, source = self.new.found(path, bootstraps, owner, private=membership == "private", quiet=self.quiet)
         if not self.quiet:
             lines = [f"Note: {remark}." for remark in source.remarks] + ([owner.advice] if owner else [])
             if not self.doors.listen and (port := port_of(listen[0])) != PORT:
@@ -475,9 +457,9 @@ class Welcome:
         return friends_invite(swarm, key, self.terms, self._book(), used) or ""
 
     def _book(self) -> IssuedInvites:
-        from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
+        from swarmnode.swarm.storage.owner_files import open_issued_invites
 
-        return open_issued_invites(issued_invites_path(self.path))
+        return open_issued_invites(self.path)
 
     async def run(
         self,

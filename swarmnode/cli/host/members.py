@@ -54,12 +54,12 @@ def revoke(
     logs.begin()
     from swarmnode.client.owner_client import OwnersView, Revocation, end_membership
     from swarmnode.membership.owner import find_invite
-    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.owner_files import open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     file = swarm_file(swarm, home)
     loaded = load_swarm(file)
-    book = open_issued_invites(issued_invites_path(file))
+    book = open_issued_invites(file)
     find_invite(who, loaded, book)  # an invite to another swarm is refused before anything is asked
     key = owner.key_of(file)
 
@@ -132,13 +132,13 @@ def invite(
     """
     from swarmnode.membership.owner import InviteTerms, issue_invite
     from swarmnode.swarm.records.invite import Role
-    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.owner_files import open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     granted = of_same_names(InviteTerms, terms, role=Role[terms.role.upper()])
     file = swarm_file(swarm, home)
     loaded = load_swarm(file)
-    book = open_issued_invites(issued_invites_path(file))
+    book = open_issued_invites(file)
     line, guest = issue_invite(loaded, owner.key_of(file), granted, book)
     if as_json:
         print_json({"invite": line, **guest.terms(), "uses": guest.uses, "group": guest.group or None})
@@ -173,10 +173,10 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     logs.begin()
     from swarmnode.client.owner_client import OwnersView
     from swarmnode.errors import NetworkDown
-    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.owner_files import open_issued_invites
 
     loaded = open_swarm(swarm, home)
-    book = open_issued_invites(issued_invites_path(loaded.file)) if loaded.file else None
+    book = open_issued_invites(loaded.file) if loaded.file else None
 
     async def read_view(_stop: asyncio.Event) -> OwnersView:
         async with _owner_if_online(loaded, home) as client:

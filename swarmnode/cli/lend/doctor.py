@@ -11,7 +11,18 @@ import typer
 
 from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.errors import LocalError, NetworkDown
-from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, make_room, print_json, run_async, say
+from swarmnode.terminal.console import (
+    HOME,
+    JSON,
+    command,
+    fail,
+    is_piped,
+    make_room,
+    print_json,
+    print_result,
+    run_async,
+    say,
+)
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
 from swarmnode.terminal.progress import spinner
@@ -55,13 +66,13 @@ def doctor(
     """
     if update:
         told = f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes."
-        print_json({"version": __version__, "command": update_command()}) if as_json else say(told)
+        print_result({"version": __version__, "command": update_command()}, told, as_json=as_json)
         return
     if show_id:
         from swarmnode.net.identity import Identity
 
         peer_id = Identity.load_or_create(home / f"{'client' if client else 'node'}.key").peer_id
-        print_json({"id": peer_id}) if as_json else say(peer_id)
+        print_result({"id": peer_id}, peer_id, as_json=as_json)
         return
     if client:
         fail("--client needs --id", 2)

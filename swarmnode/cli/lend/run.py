@@ -48,8 +48,7 @@ def run(
     config_file: Path = CONFIG,
     node: NodeOptions,
     serve_port: int = port_option(
-        "Also serve the swarm's API and page at this loopback port, as `swarmnode serve` does.",
-        "--serve",
+        "Also serve the swarm's API and page at this loopback port, as `swarmnode serve` does.", "--serve"
     ),
     page: bool = option(False, f"Also open the web page and the API at port {PORT}."),
     as_json: bool = EVENTS,

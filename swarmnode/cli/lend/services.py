@@ -370,10 +370,7 @@ WSL = "WSL_DISTRO_NAME"  # set by WSL
 SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine
 
 NAME = argument(
-    ...,
-    "Name of a swarm that you joined; each has its own service.",
-    metavar="NAME",
-    autocompletion=complete_swarms,
+    ..., "Name of a swarm that you joined; each has its own service.", metavar="NAME", autocompletion=complete_swarms
 )
 
 
@@ -492,10 +489,7 @@ def _installed(name: str) -> str:
 def _check_name(name: str) -> None:
     """End the command if a service manager would need quotes around `name`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
-        fail(
-            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join --as friends",
-            2,
-        )
+        fail(f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join --as friends", 2)
 
 
 def _parsed(options: list[str]) -> dict[str, Any]:

@@ -257,10 +257,7 @@ class NodeOptions:
         metavar="PATH|HUB_ID|own",
     )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB; default: the free memory.", "--memory")
-    max_cache_bytes: int | None = size_option(
-        "Disk space to lend; default: most of the free space.",
-        "--disk",
-    )
+    max_cache_bytes: int | None = size_option("Disk space to lend; default: most of the free space.", "--disk")
     expert_disk: str = option(
         "auto",
         "Of a mixture of experts in a GGUF file, hold layers whose experts do not all fit into --memory, and read the missing ones "
@@ -356,9 +353,7 @@ class NodeOptions:
         "Address at which others reach this machine. Repeatable.", "--announce-maddr", parse=_addresses(dialled=True)
     )
     peers: tuple[str, ...] = addresses_option(
-        "Join through this machine of the swarm, too. Repeatable.",
-        "--peer",
-        parse=_addresses(needs_peer=True),
+        "Join through this machine of the swarm, too. Repeatable.", "--peer", parse=_addresses(needs_peer=True)
     )
     home: Path = home_option()
     name: str = option("", "Name that others see; default: the one given to `swarmnode join`.", parse=parse_name)

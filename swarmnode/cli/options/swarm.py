@@ -1,19 +1,36 @@
-"""The swarm that a command is about: a file, an invite, a name, a line on standard input, or the swarm used last."""
+"""The swarm that a command is about (a file, an invite, a name, a line on standard input, or the swarm used last), and a client
+of it for commands that ask: their options of trust and patience, without torch where they need none."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typer import Context
 
 from swarmnode.errors import SwarmnodeError
-from swarmnode.terminal.console import STANDARD_INPUT, fail, home_folder, read_line, say
-from swarmnode.terminal.option import argument
+from swarmnode.terminal.console import (
+    STANDARD_INPUT,
+    CollectorPause,
+    fail,
+    home_folder,
+    joined,
+    read_line,
+    run_async,
+    say,
+)
+from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.swarm.records.announcement import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 
@@ -40,9 +57,8 @@ def complete_adapters(context: Context, incomplete: str) -> list[str]:
     from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm
 
     home = home_of(context)
-    typed = context.params.get("swarm") or next(
-        iter(context.args), ""
-    )  # click parses nothing before an unfinished option
+    # click parses nothing before an unfinished option
+    typed = context.params.get("swarm") or next(iter(context.args), "")
     try:
         swarm = load_swarm(typed or JoinedSwarms(home).last or "", home)
         raw = ManifestCache(home).get(swarm.id) if swarm.manifest is None else None
@@ -120,3 +136,68 @@ def swarm_file(text: str, home: Path) -> Path:
         advice = name_advice(path.name, founded, none="only the machine that founded the swarm has them")
         fail(f"{named or path}: no such file; this needs the .swarm file and the owner's key; {advice}", 2)
     return named
+
+
+def patience_option(seconds: float, help_text: str) -> Any:
+    """Define the option --patience: `seconds` by default, at most a week."""
+    return option(seconds, help_text, "--patience", min=0.0, max=7 * 86_400.0, metavar="SECONDS")
+
+
+def _trust(words: Sequence[str], _flag: str) -> Trust:
+    from swarmnode.swarm.records.announcement import parse_trust
+
+    return parse_trust(words)
+
+
+PATIENCE = patience_option(60.0, "How long to wait for machines that hold the model.")
+TRUST = option(
+    [],
+    "Let only these machines compute; see docs/security.md. Repeatable.",
+    "--trust",
+    metavar="PEER|group:NAME|net:CIDR",
+    parse=_trust,
+)
+
+
+def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
+    """Join the swarm, return the result of `question`, awaited if it is awaitable, and leave. Raises UsageError, NetworkDown,
+    NotAdmitted."""
+
+    async def ask_client(stop: asyncio.Event) -> Any:
+        loaded = open_swarm(swarm, home)
+        with spinner(f"Joining {loaded.name}"):
+            from swarmnode.client.swarm_client import SwarmClient
+
+            client = await joined(SwarmClient.join(loaded, home=home), stop)
+        async with client:
+            answer = question(client)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    return run_async(ask_client)
+
+
+@contextlib.asynccontextmanager
+async def asking(
+    swarm: str, home: Path, stop: asyncio.Event, *, patience_s: float, trust: Trust, needs_torch: bool = False
+) -> AsyncIterator[SwarmClient]:
+    """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted;
+    Interrupted if `stop` is set before the swarm is joined."""
+    with CollectorPause():
+        loaded = open_swarm(swarm, home)
+        with spinner(f"Joining {loaded.name}"):
+            from swarmnode.client.swarm_client import SwarmClient  # takes seconds on a slow machine
+
+            joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
+            client = await joined(joining, stop)
+    if not needs_torch:
+        leave_torch_out()
+    async with client:
+        yield client
+
+
+def leave_torch_out() -> None:
+    """Prevent this process from importing torch: it computes nothing, and transformers' tokenizers load in a fourth of the time
+    without torch. Not for a process that stays and audits others' results, because audits need torch."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else transformers warns that torch is missing

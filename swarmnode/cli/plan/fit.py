@@ -127,11 +127,8 @@ def _models(
             sizes = shape.sizes(dtype.itemsize, quantize)
             fitting = most_anywhere(sizes, room_bytes, CACHE_TOKENS)
             layer_s = rest_s + shape.layer.parameters * one_s
-            unit_s = (
-                0.0,
-                *[layer_s] * shape.layers,
-                shape.head_parameters * full_s,
-            )  # of the embedding one row is read
+            # of the embedding one row is read
+            unit_s = (0.0, *[layer_s] * shape.layers, shape.head_parameters * full_s)
             fitted = fit(unit_s, fitting, read_bytes_per_s=1.0, rtt_s=RTT_S)  # in seconds instead of bytes
             yield {
                 "model": shape.name,

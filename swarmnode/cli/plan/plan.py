@@ -89,9 +89,8 @@ class Planned(NamedTuple):
     held: list[tuple[str, Sequence[int]]]
     pipelines: list[list[int]]
     summary: dict[str, Any]
-    advice: Sequence[
-        str
-    ] = ()  # sentences on what crosses between stages, and on sharing the experts of a mixture's layers
+    # sentences on what crosses between stages, and on sharing the experts of a mixture's layers
+    advice: Sequence[str] = ()
 
 
 def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:

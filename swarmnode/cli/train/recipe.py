@@ -195,9 +195,7 @@ class ScheduleOptions:
         text=-1.0,
     )
     epsilon: float | None = option(
-        None,
-        "AdamW's smallest divisor, or eva's damping; default: 1e-8, with eva 0.03.",
-        text=-1.0,
+        None, "AdamW's smallest divisor, or eva's damping; default: 1e-8, with eva 0.03.", text=-1.0
     )
     seed: int = option(0, "Seed of the order of samples and of dropout.")
     autocast: bool = option(

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.options.swarm import SWARM, TRUST, open_swarm, patience_option
 from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
@@ -234,10 +233,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
         join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
         client = await joined(join, stop)
         view.beginning = "reading the data, opening the adapter"
-        async with (
-            client,
-            watch.over(name, lambda: [*meter.readings(), *client.readings()]),
-        ):
+        async with client, watch.over(name, lambda: [*meter.readings(), *client.readings()]):
             return await client.tune(settings, meter, stop, tell, view.print_line)
 
     async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:

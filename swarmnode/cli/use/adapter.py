@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.swarm import SWARM, THIS_SWARM, complete_adapters, open_swarm
+from swarmnode.cli.options.swarm import SWARM, THIS_SWARM, ask, complete_adapters, open_swarm
 from swarmnode.counting import format_bytes
-from swarmnode.terminal.console import HOME, JSON, Verbosity, command, fail, print_json, say
+from swarmnode.terminal.console import HOME, JSON, Verbosity, command, fail, print_json, print_result, say
 from swarmnode.terminal.formatting import parse_duration
 from swarmnode.terminal.option import argument, option
 
@@ -75,10 +74,7 @@ def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON
     """
     logs.begin()
 
-    async def read_adapters(client: SwarmClient) -> list[dict[str, Any]]:
-        return await client.adapters.listing()
-
-    adapters = ask(swarm, home, read_adapters)
+    adapters = ask(swarm, home, lambda client: client.adapters.listing())
     if as_json:
         print_json(adapters)
         return
@@ -110,10 +106,8 @@ def remove(
     from swarmnode.swarm.storage.own_adapters import OwnAdapters
 
     OwnAdapters(home, open_swarm(swarm, home).id).remove(name)
-    if as_json:
-        print_json({"removed": name})
-    else:
-        say(f"Removed {name}. The list of the swarm drops it within ten minutes, machines that hold it within a day.")
+    told = f"Removed {name}. The list of the swarm drops it within ten minutes, machines that hold it within a day."
+    print_result({"removed": name}, told, as_json=as_json)
 
 
 @command
@@ -129,10 +123,7 @@ def block(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None
     from swarmnode.swarm.storage.own_adapters import BlockedAdapters
 
     BlockedAdapters(home).block(_checked_id(adapter))
-    if as_json:
-        print_json({"blocked": adapter})
-    else:
-        say(f"Blocked {adapter[:8]} on this machine.")
+    print_result({"blocked": adapter}, f"Blocked {adapter[:8]} on this machine.", as_json=as_json)
 
 
 @command
@@ -144,10 +135,7 @@ def unblock(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> No
     from swarmnode.swarm.storage.own_adapters import BlockedAdapters
 
     BlockedAdapters(home).unblock(_checked_id(adapter))
-    if as_json:
-        print_json({"unblocked": adapter})
-    else:
-        say(f"Unblocked {adapter[:8]} on this machine.")
+    print_result({"unblocked": adapter}, f"Unblocked {adapter[:8]} on this machine.", as_json=as_json)
 
 
 def _checked_id(adapter: str) -> str:

@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.sampling_options import SamplingOptions
-from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.options.swarm import PATIENCE, SWARM, TRUST, asking
 from swarmnode.cli.use.generate import generation_json, tell_missing
 from swarmnode.client.tokenizer import Turn
 from swarmnode.data.conversation import SYSTEM

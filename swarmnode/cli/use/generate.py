@@ -1,4 +1,4 @@
-"""Command `swarmnode generate`: generate text with a swarm."""
+"""Commands `swarmnode generate` and `infer`: generate text with a swarm, or pass arrays through a module that it serves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import logging
 import time
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
+from swarmnode.cli.options.file_options import check_output
 from swarmnode.cli.options.metrics import PassingMetricsOptions
 from swarmnode.cli.options.sampling_options import SamplingOptions
-from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.options.swarm import PATIENCE, SWARM, TRUST, asking
 from swarmnode.counting import ranges
 from swarmnode.files import write_private
 from swarmnode.terminal.console import (
@@ -34,6 +36,8 @@ from swarmnode.terminal.option import argument, option, path_option
 from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.records.announcement import Trust
 
@@ -47,9 +51,7 @@ def generate(
     *,
     swarm: str = SWARM,
     prompt: str = argument(
-        "",
-        "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate.",
-        metavar="PROMPT",
+        "", "Text to continue; - or nothing reads it from a pipe: echo Once | swarmnode generate.", metavar="PROMPT"
     ),
     ids: str = option("", "Token ids to continue instead, for models without a tokenizer.", metavar="1,2,3"),
     receipt: Path | None = path_option(
@@ -190,3 +192,68 @@ def parse_ids(text: str) -> list[int]:
     if not ids or min(ids) < 0:
         fail("--ids needs at least one token id, and no negative one", 2)
     return ids
+
+
+@command
+def infer(
+    *,
+    swarm: str = SWARM,
+    inputs: Path = option(
+        ..., "File with the module's inputs, arrays by name (numpy.savez).", "--input", typed=Path, metavar="FILE.npz"
+    ),
+    output: Path = path_option("Write the outputs to this file; default: print them.", metavar="FILE.npz"),
+    force: bool = option(False, "Overwrite an existing --output."),
+    trust: Trust = TRUST,
+    patience: float = PATIENCE,
+    home: Path = HOME,
+    as_json: bool = JSON,
+    logs: LogOptions,
+) -> None:
+    """Compute the outputs of a module that a swarm serves.
+
+    Such a swarm was created with `create --module`.
+
+    Example: swarmnode infer eyes.swarm --input images.npz --output scores.npz
+    """
+    logs.begin()
+    if output is not None:
+        if output.suffix != ".npz":
+            fail(f"--output {output}: give the name of an .npz file", 2)
+        check_output("--output", output, force=force)
+    from swarmnode.compute.graph.boundary import read_arrays
+
+    arrays = read_arrays(inputs)
+
+    async def produce(stop: asyncio.Event) -> tuple[Mapping[str, np.ndarray], float] | None:
+        async with asking(swarm, home, stop, patience_s=patience, trust=trust) as client:
+            began_s = time.monotonic()
+            outputs = await unless_stopped(client.infer(arrays), stop)
+            return None if outputs is None else (outputs, time.monotonic() - began_s)
+
+    result = run_async(produce)
+    if result is None:
+        fail("interrupted")
+    outputs, took_s = result
+    if output is not None:
+        _write_arrays(output, outputs)
+    if as_json:
+        shapes = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in outputs.items()}
+        print_json({"took_s": round(took_s, 3), "output": output and str(output), "outputs": shapes})
+        return
+    for name, array in outputs.items():
+        say(f"{name}: {array.dtype} {array.shape}" + ("" if output is not None else f"\n{array}"))
+    if output is not None:
+        say(f"Wrote {output}, computed in {took_s:.2f} s.", err=True)
+
+
+def _write_arrays(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
+    from numpy.lib.format import write_array
+
+    try:
+        # not numpy.savez: an output may have the name of one of its arguments
+        with zipfile.ZipFile(output, "w") as archive:
+            for name, array in outputs.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    write_array(file, array, allow_pickle=False)
+    except OSError as error:
+        fail(f"cannot write {output}: {error.strerror or error}")

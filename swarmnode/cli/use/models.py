@@ -65,7 +65,6 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     show(table)
     if any(one.task == GENERATE for one in entries):
         say("The layers of a model that generates text count its embedding and its head.")
-    if any(one.task == GENERATE for one in entries):
         usual = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in USUAL.items())
         say(f"A model that brings no sampling settings gets {usual} over HTTP, unless the request says otherwise.")
 

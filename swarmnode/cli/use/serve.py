@@ -1,4 +1,5 @@
-"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know.
+"""Commands `swarmnode serve` and `config tool`: serve swarms as models of an HTTP API that OpenAI's clients know, and configure a
+tool that is to use it.
 
 Mode `serve --mcp`: offer a swarm to an agent by the Model Context Protocol, over standard input and output.
 """
@@ -7,18 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.sampling_options import SamplingOptions
-from swarmnode.cli.options.swarm import complete_swarms, open_swarm
+from swarmnode.cli.options.swarm import TRUST, complete_swarms, open_swarm, patience_option
 from swarmnode.errors import SwarmnodeError, UsageError
-from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
+from swarmnode.files import home_folder, parse_json, write_private
+from swarmnode.gateway.gateway_address import (
+    LOOPBACK,
+    PORT,
+    AddSwarm,
+    GatewayAddress,
+    OtherGateway,
+    gateway_at,
+    other_gateways,
+)
+from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.net.tasks import Tasks, until_first
+from swarmnode.swarm.records.manifest import EMBED, GENERATE
 from swarmnode.terminal.console import (
     EVENTS,
     HOME,
@@ -62,7 +75,7 @@ def offer_tools(swarm: str, home: Path, patience_s: float, trust: Trust) -> None
 FIRST_S = 5.0  # for swarms to answer before the gateway begins without them
 LOOK_S = 3.0  # between looks at the names in the home folder
 FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 60.0  # between attempts to join a swarm
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -127,15 +140,15 @@ def serve(
     from swarmnode.gateway.gateway import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
 
-    if gateway.keys is None and gateway.host not in LOOPBACK:
+    if gateway.keys is None and gateway.host not in LOCAL_HOSTS:
         fail(f"anyone who reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if gateway.keys is None else KeyFile(gateway.keys)
-    if gateway.host in LOOPBACK and (ours := gateway_at(home, gateway.port)) is not None:
+    if gateway.host in LOCAL_HOSTS and (ours := gateway_at(home, gateway.port)) is not None:
         _tell_served(ours, _asked(swarms, home), home, as_json)
         return
     check_can_listen("--host", gateway.host, gateway.port)
     config = GatewayConfig(
-        loopback=gateway.host in LOOPBACK,
+        loopback=gateway.host in LOCAL_HOSTS,
         origins=tuple(gateway.cors),
         compress=sampling.compress,
         drafts=sampling.drafts,
@@ -289,3 +302,63 @@ def _names(swarms: list[Swarm]) -> list[str]:
     """Return the name of each swarm; swarms with the same name also get the beginning of their id."""
     names = [swarm.name for swarm in swarms]
     return [f"{swarm.name}-{swarm.id.hex()[:8]}" if names.count(swarm.name) > 1 else swarm.name for swarm in swarms]
+
+
+ASK_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 1 << 20
+NO_KEY = "none"  # tools want a key even if the gateway needs none
+
+
+@command
+def configure_tool(
+    tool: str = argument(..., f"The tool: {', '.join(TOOLS)}.", metavar="TOOL"),
+    url: str = option(f"http://{LOOPBACK}:{PORT}/v1", "Address of `swarmnode serve`.", show_default=True),
+    model: str = option("", "Use this swarm; default: all that are served."),
+    key: str = option(NO_KEY, "API key, if the gateway needs one.", envvar="SWARMNODE_API_KEY", show_default=False),
+    write: bool = option(False, "Write the tool's file, unless it already exists."),
+) -> None:
+    """Set up a tool of yours for `swarmnode serve`.
+
+    It prints the tool's configuration; --write writes it.
+
+    Example: swarmnode config tool aider --write
+    """
+    if tool not in TOOLS:
+        fail(f"{tool} is unknown; choose {', '.join(TOOLS)}, or set {url} in it as an OpenAI-compatible server", 2)
+    if not url.startswith(("http://", "https://")):
+        fail(f"--url {url}: write it as http://HOST:PORT/v1", 2)
+    target, url = TOOLS[tool], url.rstrip("/")
+    endpoint = Endpoint(url, [model], key) if model else _endpoint(url, key)
+    if not target.can_use(endpoint):
+        fail(f"the gateway at {url} serves no model that generates text, which {tool} needs; serve one")
+    text = target.configuration(endpoint)
+    if not write:
+        say(text, nl=False)
+        say(f"# Put this into {target.file}; then: {target.then}", err=True)
+        return
+    path = target.file.expanduser()
+    if path.exists():
+        fail(f"{path} already exists: add the output of `swarmnode config tool {tool}` to it")
+    write_private(path, text.encode(), make_folder=True)  # it may hold a key
+    say(f"Wrote {path}. Then: {target.then}")
+
+
+def _endpoint(url: str, key: str) -> Endpoint:
+    """Return the gateway at `url` with the models that it lists. Ends the command if it does not answer."""
+    request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:  # nosec B310  # http or https, checked above
+            served = [
+                (str(one["id"]), one.get("task", GENERATE)) for one in parse_json(answer.read(MAX_ANSWER_BYTES))["data"]
+            ]
+    except urllib.error.HTTPError as error:
+        wants_key = "it needs a key: give --key" if error.code == 401 else f"it answers with status {error.code}"
+        fail(f"the gateway at {url} does not list its models: {wants_key}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        elsewhere = other_gateways(home_folder())
+        advice = (
+            f"yours is at {elsewhere[0].url}: give --url" if elsewhere else "start `swarmnode serve`, or give --model"
+        )
+        fail(f"no API answers at {url}; {advice}")
+    named = {task: [name for name, each in served if each == task] for task in (GENERATE, EMBED)}
+    return Endpoint(url, named[GENERATE], key, embedders=named[EMBED])

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.file_options import output_path, write_output
-from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.options.swarm import SWARM, ask, open_swarm
 from swarmnode.counting import counted, ranges
 from swarmnode.errors import SwarmnodeError
 from swarmnode.terminal.console import (
@@ -111,10 +110,7 @@ def status(
     *,
     swarm: str = SWARM,
     watch: bool = option(
-        False,
-        "Keep watching: show changes, slow links, and your texts that moved to another route.",
-        "--watch",
-        "-w",
+        False, "Keep watching: show changes, slow links, and your texts that moved to another route.", "--watch", "-w"
     ),
     export: bool = option(False, "Print the measured machines and links as a network for `plan`."),
     output: Path = path_option("With --export: write to this file.", "--output", "-o", parse=output_path),

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.swarm import SWARM
+from swarmnode.cli.options.swarm import SWARM, ask
 from swarmnode.counting import counted
 from swarmnode.errors import ProtocolError
 from swarmnode.files import read_bounded

@@ -55,8 +55,7 @@ class Guard:
                 key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
                 if key is None:
                     raise ApiError(
-                        "invalid_api_key",
-                        "this gateway needs an API key: send the header Authorization: Bearer sk-…",
+                        "invalid_api_key", "this gateway needs an API key: send the header Authorization: Bearer sk-…"
                     )
                 if wait_s := key.count_request():
                     raise too_many(
@@ -74,16 +73,14 @@ class Guard:
         host = headers.get("host")  # HTTP/1.0 may lack it, but no browser uses that
         if self._config.loopback and host is not None and urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
             raise ApiError(
-                "wrong_host",
-                "only programs on this machine may call this gateway: use http://127.0.0.1:PORT",
+                "wrong_host", "only programs on this machine may call this gateway: use http://127.0.0.1:PORT"
             )
         origin = headers.get("origin")
         if origin is None or origin in self._config.origins:
             return
         if urlsplit(origin).netloc != host:
             raise ApiError(
-                "wrong_origin",
-                f"pages of {origin} may not call this gateway: allow them with --cors {origin}",
+                "wrong_origin", f"pages of {origin} may not call this gateway: allow them with --cors {origin}"
             )
 
 

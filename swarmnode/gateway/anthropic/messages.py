@@ -26,17 +26,11 @@ from swarmnode.gateway.generation.request_fields import (
     checked_stops,
     function_tool,
 )
-from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import NamedEvent
-from swarmnode.gateway.openai.requests import (
-    MAX_MESSAGES,
-    ContentPart,
-    check_turns,
-    not_text,
-    text_of,
-)
+from swarmnode.gateway.openai.requests import MAX_MESSAGES, ContentPart, check_turns, not_text, text_of
 
 router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # by kind of block: the type of its deltas, and the field that holds their text
@@ -204,21 +198,12 @@ ReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(BaseModel):
-    """Token counts of a message."""
+    """Token counts of a message. Cached tokens do not count as input in this API."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
-
-    @classmethod
-    def of(cls, usage: TokenUsage) -> MessageUsage:
-        """Convert token counts to this API's fields; cached tokens do not count as input there."""
-        return cls(
-            input_tokens=usage.prompt - usage.cached,
-            output_tokens=usage.completion,
-            cache_read_input_tokens=usage.cached,
-        )
 
 
 class MessageReply(BaseModel):
@@ -314,7 +299,12 @@ class _MessageStyle:
         )
 
     def _usage(self) -> MessageUsage:
-        return MessageUsage.of(self._answer.usage())
+        usage = self._answer.usage()
+        return MessageUsage(
+            input_tokens=usage.prompt - usage.cached,
+            output_tokens=usage.completion,
+            cache_read_input_tokens=usage.cached,
+        )
 
     def _reason(self, finish_reason: str | None) -> str:
         if finish_reason == LENGTH:

@@ -216,9 +216,8 @@ class ChoiceStream:
                 ended = token.id in self._stop_ids
                 if not ended:
                     self._ids.append(token.id)
-                if token.logprobs and (
-                    not ended or self._parser is None
-                ):  # a completion tells of its end, as vLLM's does
+                # a completion tells of its end, as vLLM's does
+                if token.logprobs and (not ended or self._parser is None):
                     self._logprobs.append((self._written, spell(self._tokenizer, token.logprobs, is_end=ended)))
                 text = self._until_stop("" if ended else token.text or "")
                 if self.stop_string is not None:

@@ -61,8 +61,7 @@ class ResponseFormat(BaseModel):
         schema = self.definition if self.json_schema is None else self.json_schema.definition
         if self.type != "json_schema" or schema is None:
             raise bad_request(
-                "a response format must be text, json_object, or json_schema with a schema",
-                "response_format",
+                "a response format must be text, json_object, or json_schema with a schema", "response_format"
             )
         return json_grammar(schema)
 
@@ -194,14 +193,8 @@ NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-AS_OPTIONS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    *PENALTIES,
-    "logit_bias",
-)  # GenerateOptions has fields of the same names
+# GenerateOptions has fields of the same names
+AS_OPTIONS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "logit_bias")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 

@@ -13,11 +13,10 @@ from pydantic import BaseModel
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.tokenizer import Tokenizer, Turn
-from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 from swarmnode.data.conversation import SYSTEM
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.generation.choice_stream import LENGTH, STOP
-from swarmnode.measuring.trace import Timeline
+from swarmnode.measuring.trace import Timeline, parse_trace_id
 from swarmnode.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
 from swarmnode.version import __version__
@@ -145,12 +144,8 @@ class SwarmTools:
     async def trace(self, trace: str) -> dict[str, Any]:
         """Return where the time of a generation went: for each machine the tokens, and the median milliseconds of waiting and of
         computing per token. `trace` comes from a generation's result. Raises ToolError if it is malformed."""
-        try:
-            trace_id = bytes.fromhex(trace)
-        except ValueError:
-            trace_id = b""
-        if len(trace_id) != TRACE_ID_BYTES:
-            raise ToolError(f"a trace is {2 * TRACE_ID_BYTES} hex digits, not {trace!r}")
+        with _as_tool_error():
+            trace_id = parse_trace_id(trace)
         return {
             "machines": [
                 {

@@ -23,13 +23,7 @@ from swarmnode.gateway.generation.request_fields import (
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import Items
 from swarmnode.gateway.openai.kept_responses import Item, ItemPart
-from swarmnode.gateway.openai.requests import (
-    MAX_MESSAGES,
-    ContentPart,
-    arguments_of,
-    check_turns,
-    text_of,
-)
+from swarmnode.gateway.openai.requests import MAX_MESSAGES, ContentPart, arguments_of, check_turns, text_of
 
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED = "completed"
@@ -175,12 +169,7 @@ def _item(item: InputItem) -> Item:
     random = secrets.token_hex(ID_BYTES)
     if item.type == "function_call":
         return Item(
-            f"fc_{random}",
-            item.type,
-            COMPLETED,
-            call_id=item.call_id,
-            name=item.name,
-            arguments=item.arguments,
+            f"fc_{random}", item.type, COMPLETED, call_id=item.call_id, name=item.name, arguments=item.arguments
         )
     if item.type == "function_call_output":
         return Item(f"fco_{random}", item.type, COMPLETED, call_id=item.call_id, output=text_of(item.output))

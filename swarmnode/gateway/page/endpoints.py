@@ -1,18 +1,20 @@
 """Endpoints of the page: the swarms that this gateway serves; this machine and its nodes, for the machine's owner; members, invites
-and revocations, for a swarm's owner.
+and revocations, for a swarm's owner; and the page's static files, from the package, which hold no secrets and so need no key.
 
-The last ones do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password, which is
-not kept.
+The endpoints of members do what `swarmnode members`, `invite` and `revoke` do. Each request that needs the key brings its password,
+which is not kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple
 
 import psutil
 from fastapi import APIRouter, Request
@@ -47,9 +49,7 @@ from swarmnode.swarm.records.invite import MAX_GROUP_CHARS, MAX_INVITE_CHARS, MA
 from swarmnode.swarm.storage.owner_files import (
     OWNER_SUFFIX,
     IssuedInvite,
-    IssuedInvites,
     is_locked,
-    issued_invites_path,
     load_owner_key,
     open_issued_invites,
 )
@@ -222,7 +222,7 @@ async def members(name: str, page: Page = OWNED) -> dict[str, Any]:
     invites that were issued. Only for the owner of this machine."""
     client = page.feed(name).client
     owner_client, swarm = client.as_owner(), client.swarm
-    book = None if swarm.file is None else await asyncio.to_thread(_book_beside, swarm.file)
+    book = None if swarm.file is None else await asyncio.to_thread(open_issued_invites, swarm.file)
     key = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
     keys = {"owned": key is not None and key.is_file(), "locked": key is not None and is_locked(key)}
     view = await OwnersView.read(swarm, book, owner_client)
@@ -251,7 +251,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
     owner = await asyncio.to_thread(_unlock, swarm, wanted.password)
     await owner_client.refresh()
     async with page.book_lock:
-        book = await asyncio.to_thread(_book_beside, _owners_file(swarm))
+        book = await asyncio.to_thread(open_issued_invites, _owners_file(swarm))
         ended = (await OwnersView.read(swarm, book, owner_client)).find(wanted.who)
         told = await end_membership(swarm, owner, book, owner_client, ended)
     return {**ended.to_json(), "told": told}
@@ -259,7 +259,7 @@ async def revoke(name: str, wanted: RevokeCommand, page: Page = OWNED) -> dict[s
 
 def _issue(swarm: Swarm, wanted: InviteCommand) -> tuple[str, IssuedInvite]:
     owner = _unlock(swarm, wanted.password)
-    return issue_invite(swarm, owner, wanted.terms(), _book_beside(_owners_file(swarm)))
+    return issue_invite(swarm, owner, wanted.terms(), open_issued_invites(_owners_file(swarm)))
 
 
 def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
@@ -277,5 +277,52 @@ def _owners_file(swarm: Swarm) -> Path:
     return swarm.file
 
 
-def _book_beside(file: Path) -> IssuedInvites:
-    return open_issued_invites(issued_invites_path(file))
+files = APIRouter(include_in_schema=False)
+INDEX = "index.html"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    # Only scripts and styles of this gateway run, and no text becomes markup (`trusted-types 'none'`), wherever it slipped in.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cache-Control": "no-cache",  # the browser checks each time for a newer file
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class StaticFile(NamedTuple):
+    """File of the page. `tag` is its ETag, a hash of the content."""
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+FILES: dict[str, StaticFile] = {}
+for _file in resources.files(__package__).joinpath("static").iterdir():
+    _content = _file.read_bytes()
+    _tag = f'"{hashlib.sha256(_content).hexdigest()[:16]}"'
+    FILES[_file.name] = StaticFile(_content, MEDIA_TYPES[PurePosixPath(_file.name).suffix], _tag)
+
+
+@files.get("/")
+async def index(request: Request) -> Response:
+    """Return the page."""
+    return _file_answer(request, INDEX)
+
+
+@files.get("/page/{name}")
+async def static_file(name: str, request: Request) -> Response:
+    """Return a script, a style or a picture of the page."""
+    return _file_answer(request, name)
+
+
+def _file_answer(request: Request, name: str) -> Response:
+    file = FILES.get(name)
+    if file is None:
+        raise ApiError(404, f"the page has no file {name!r}: reload the page")
+    headers = {**HEADERS, "ETag": file.tag}
+    if request.headers.get("if-none-match") == file.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

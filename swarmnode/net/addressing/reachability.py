@@ -99,9 +99,8 @@ def conclude(evidence: Evidence) -> Reachability:
         return Reachability.MAPPED
     if evidence.relayed:
         return Reachability.PUNCHED if evidence.came_in else Reachability.RELAYED
-    if (
-        evidence.direct
-    ):  # the router's address: libp2p reports it once the router mapped a port, or several peers saw this one there
+    # the router's address: libp2p reports it once the router mapped a port, or several peers saw this one there
+    if evidence.direct:
         return Reachability.MAPPED
     return Reachability.UNKNOWN
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.net.addressing.addresses import address_group, host_of, is_relayed
-from swarmnode.net.deadlines import Backoff, Deadline
+from swarmnode.net.clock import Backoff, Deadline
 from swarmnode.net.direct.direct_stream import (
     PUBLIC_KEY_BYTES,
     TOKEN_BYTES,

@@ -20,7 +20,7 @@ import msgspec
 from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.errors import NetworkDown
 from swarmnode.net.addressing.addresses import Claimant
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.fair_share import FairPace, Pace, Recent
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
 from swarmnode.net.kademlia import (

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerLost
 from swarmnode.net.addressing.addresses import (
@@ -27,7 +27,7 @@ from swarmnode.net.addressing.addresses import (
     with_ports,
 )
 from swarmnode.net.addressing.reachability import answering, is_hidden, own_interfaces
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import LOWEST_PORT, DirectConnections
 from swarmnode.net.fair_share import Recent, StreamLimits
@@ -56,14 +56,7 @@ RELAY_TIMEOUT_S = 2.0  # a relay that has not answered by then is not used
 SETTLE_S = 4.0
 
 
-class Connections(Protocol):
-    """Interface to the connections of p2pd (`p2pd_control.py`)."""
-
-    async def connected(self) -> dict[PeerId, list[str]]: ...
-    async def disconnect(self, peer: PeerId) -> None: ...
-
-
-async def prepare(control: Connections, *, settle_s: float = SETTLE_S) -> None:
+async def prepare(control: P2pdControl, *, settle_s: float = SETTLE_S) -> None:
     """Wait until a young p2pd knows its public address, and close the connections that it opened over relays before: a peer that
     connects anew gets a hole punched."""
     await asyncio.sleep(settle_s)
@@ -121,9 +114,8 @@ class Engine(Network):
         self._control: P2pdControl | None = None
         self._p2p: Any = None  # hivemind's client of the same p2pd, for the DHT
         self._handlers: dict[str, StreamHandler] = {}
-        self._entry_addresses: Recent[PeerId, str] = Recent(
-            MAX_KNOWN_PEERS
-        )  # addresses that led into the DHT, for restarts
+        # addresses that led into the DHT, for restarts
+        self._entry_addresses: Recent[PeerId, str] = Recent(MAX_KNOWN_PEERS)
         self._dialled: Recent[PeerId, None] = Recent(MAX_DIALLED)  # other connected peers came by themselves
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # a peer that stays alone dials again

@@ -20,7 +20,7 @@ from swarmnode.hollow_package import folders_of, put_hollow_package
 
 _HOLLOW = ("hivemind", "hivemind.utils")
 _UTILS = {  # names that the modules below import from hivemind.utils, and the submodules that define them
-    "get_logger": "logging",
+    "get_logger": "logging"
 }
 
 
@@ -55,11 +55,4 @@ P2PD = Path(_binaries.__path__[0]) / "p2pd"
 
 logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # it warns of peers that come and go, which is normal here
 
-__all__ = [
-    "P2P",
-    "P2PD",
-    "HivemindMultiaddr",
-    "PeerID",
-    "dht_pb2",
-    "p2pd_pb2",
-]
+__all__ = ["P2P", "P2PD", "HivemindMultiaddr", "PeerID", "dht_pb2", "p2pd_pb2"]

@@ -316,12 +316,10 @@ class P2pdControl:
             writer.write(_framed(request))
             answer = p2pd_pb2.Response()
             head = b""  # the length, as a varint
-            while not head or head[-1] & 0x80:
-                if len(head) == MAX_VARINT_BYTES:
-                    raise ProtocolError("p2pd sent a message that is too large")
+            while not head or (head[-1] & 0x80 and len(head) < MAX_VARINT_BYTES):
                 head += await reader.readexactly(1)
-            length, _ = read_varint(head)
-            if length > MAX_ANSWER_BYTES:
+            length, used_bytes = read_varint(head)
+            if not used_bytes or length > MAX_ANSWER_BYTES:
                 raise ProtocolError("p2pd sent a message that is too large")
             answer.ParseFromString(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError) as error:

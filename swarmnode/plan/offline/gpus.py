@@ -47,9 +47,8 @@ class LayerTimes:
 
     def decode_s(self, batch: float) -> float:
         """Return the seconds of one token each of `batch` sessions."""
-        return _interpolate(
-            self.decode, max(batch, self.decode[1][0])
-        )  # the first point is (0, 0): no batch is so fast
+        # the first point is (0, 0): no batch is so fast
+        return _interpolate(self.decode, max(batch, self.decode[1][0]))
 
 
 @lru_cache

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.offline.planner_files import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.plan.spans.flow import Floats
 
 CLUSTERINGS = 8
 TINY_S = 1e-9
@@ -53,9 +54,9 @@ class Problem:
 
     stages: int
     replicas: int
-    averaging_s: FloatArray  # [D, D]: seconds of averaging that one more device in the stage adds to a device
-    hop_s: FloatArray  # [D, D]: seconds of one hop, one way
-    kinds: FloatArray | None = None  # [D]: only devices with the same value may be swapped
+    averaging_s: Floats  # [D, D]: seconds of averaging that one more device in the stage adds to a device
+    hop_s: Floats  # [D, D]: seconds of one hop, one way
+    kinds: Floats | None = None  # [D]: only devices with the same value may be swapped
 
     def __repr__(self) -> str:
         return f"Problem({self.stages} stages x {self.replicas} pipelines on {self.devices} devices)"
@@ -96,11 +97,11 @@ class Problem:
         return 2 * float(self.hop_s[grid[:-1], grid[1:]].max(axis=1).sum())
 
 
-def slower_way_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:
+def slower_way_s(scenario: Scenario, members: Members, size_bytes: float) -> Floats:
     """Return the seconds [M, M] of sending `size_bytes` from one member to another, in the slower direction; 0 on the diagonal."""
     part = np.ix_(members, members)
     seconds = transfer_s(size_bytes, scenario.delay_s[part], scenario.bandwidth_bps[part])
-    slower: FloatArray = np.maximum(seconds, seconds.T)
+    slower: Floats = np.maximum(seconds, seconds.T)
     np.fill_diagonal(slower, 0.0)
     return slower
 
@@ -114,7 +115,7 @@ class Dendrogram:
     """
 
     order: list[int]
-    gaps: FloatArray
+    gaps: Floats
 
     def clusters(self, most: float) -> list[Cluster]:
         """Return the clusters that links of cost `most` or less connect."""
@@ -129,7 +130,7 @@ class Dendrogram:
         return [-1.0, *values[widest].tolist(), math.inf]
 
 
-def dendrogram(cost: FloatArray) -> Dendrogram:
+def dendrogram(cost: Floats) -> Dendrogram:
     """Return the single-linkage clustering of the devices by `cost` [D, D], with Prim's algorithm.
 
     Devices are ordered as the tree grows, so devices that join at one level are contiguous.

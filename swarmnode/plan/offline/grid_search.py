@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmnode.plan.offline.grid import Cost, Grid, Problem, layouts
-from swarmnode.plan.offline.planner_files import FloatArray
+from swarmnode.plan.spans.flow import Floats
 
 
-def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) -> list[int]:
+def bottleneck_matching(cost: Floats, columns: Sequence[int] | None = None) -> list[int]:
     """Return a different column for each row of `cost` [R, R], such that the dearest pair is as cheap as possible.
 
     `columns` is a known matching, by default 0, 1, …; it is returned unchanged if no other has a cheaper dearest pair.
@@ -141,15 +141,16 @@ class Arrangement:
         hops = {hop for stage in stages for hop in (stage - 1, stage) if 0 <= hop < self.problem.stages - 1}
         self.grid = connected(self.problem, self.grid, sorted(hops))
 
-    def swap_costs(self) -> FloatArray:
+    def swap_costs(self) -> Floats:
         """Return the total seconds [D, D] after each swap of two devices, before pipelines are connected anew.
 
         They are infinite for two devices of one stage, for two unused ones, and for devices of different kinds.
         """
         stage = self._stage
         averaging_s = np.maximum(self._replaced_s, self._replaced_s.T)
-        np.maximum(averaging_s, _without_two(self._averaging_s)[stage[:, None], stage], out=averaging_s)
-        total_s: FloatArray = averaging_s + 2 * self._hops_after_swap()
+        others_s = _without_two(np.append(self._averaging_s, 0.0)[None])[0]  # the bench averages nothing
+        np.maximum(averaging_s, others_s[stage[:, None], stage], out=averaging_s)
+        total_s: Floats = averaging_s + 2 * self._hops_after_swap()
         total_s[stage[:, None] == stage] = np.inf
         if self.problem.kinds is not None:
             total_s[self.problem.kinds[:, None] != self.problem.kinds] = np.inf
@@ -169,14 +170,14 @@ class Arrangement:
         comes = averaging[members].sum(axis=0) - averaging[members]
         self._replaced_s[members] = np.maximum(pays.max(axis=1), comes)
 
-    def _hops_after_swap(self) -> FloatArray:
+    def _hops_after_swap(self) -> Floats:
         """Return the seconds [D, D] of the slowest links of all hops together, after each swap."""
         devices = self.problem.devices
         here, there = self.grid[:-1], self.grid[1:]
         before, after = np.full(devices, devices), np.full(devices, devices)
         after[here], before[there] = there, here
         links_s = self._hop_s[here, there]
-        others_s = _without_two_each(links_s)
+        others_s = _without_two(links_s)
         rest_before_s, rest_after_s = np.zeros(devices), np.zeros(devices)  # slowest of the hop's other links
         rest_after_s[here] = rest_before_s[there] = np.einsum("hrr->hr", others_s)
         entering_s = np.maximum(rest_before_s[:, None], self._hop_s[before, :devices])
@@ -184,7 +185,7 @@ class Arrangement:
         hop_s = np.pad(links_s.max(axis=1), 1)  # none before the first stage, none behind the last
         around_s = np.append(hop_s[:-1] + hop_s[1:], 0.0)  # of each stage, and the bench
         replaced_s = entering_s + leaving_s - around_s[self._stage][:, None]
-        result: FloatArray = hop_s.sum() + replaced_s + replaced_s.T
+        result: Floats = hop_s.sum() + replaced_s + replaced_s.T
         if self.problem.stages > 1:
             # Across one hop both ends change: [H, R, R], a (stage h, pipeline p), b (h + 1, q).
             a, b = here[:, :, None], there[:, None, :]
@@ -197,19 +198,7 @@ class Arrangement:
         return result
 
 
-def _without_two(values: FloatArray) -> FloatArray:
-    """Return [N + 1, N + 1]: the maximum of N values without the i-th and the j-th, 0 if none is left. Index N leaves none out."""
-    count = len(values)
-    padded = np.concatenate([values, np.zeros(3)])
-    first, second, third = np.argsort(-padded, kind="stable")[:3]
-    rest = np.full((count + 3, count + 3), padded[first])
-    rest[first, :] = rest[:, first] = padded[second]
-    rest[first, second] = rest[second, first] = padded[third]
-    within: FloatArray = rest[: count + 1, : count + 1]
-    return within
-
-
-def _without_two_each(values: FloatArray) -> FloatArray:
+def _without_two(values: Floats) -> Floats:
     """Return [H, R, R] for values [H, R]: per row, the maximum without the p-th and the q-th, 0 if none is left."""
     rows, count = values.shape
     padded = np.concatenate([values, np.zeros((rows, 3))], axis=1)
@@ -217,7 +206,7 @@ def _without_two_each(values: FloatArray) -> FloatArray:
     row = np.arange(rows)
     first, second = order[:, 0], order[:, 1]
     top = np.take_along_axis(padded, order, axis=1)
-    rest: FloatArray = np.broadcast_to(top[:, 0, None, None], (rows, count + 3, count + 3)).copy()
+    rest: Floats = np.broadcast_to(top[:, 0, None, None], (rows, count + 3, count + 3)).copy()
     rest[row, first, :] = top[:, 1, None]
     rest[row, :, first] = top[:, 1, None]
     rest[row, first, second] = rest[row, second, first] = top[:, 2]
@@ -245,7 +234,7 @@ MOST_WORK = 2e7  # elements of the matrices that are searched for changes
 Path = npt.NDArray[np.intp]
 
 
-def shortest_path(length: FloatArray, start: Sequence[int] | None = None) -> list[int]:
+def shortest_path(length: Floats, start: Sequence[int] | None = None) -> list[int]:
     """Return an order of S groups with a short path through all of them; never longer than `start` (by default 0, 1, …).
 
     `length` [S, S] is symmetric. Up to `EXACT` groups the path is the shortest.
@@ -256,12 +245,12 @@ def shortest_path(length: FloatArray, start: Sequence[int] | None = None) -> lis
     return best if path_length(length, best) < path_length(length, start) else start
 
 
-def path_length(length: FloatArray, order: Sequence[int]) -> float:
+def path_length(length: Floats, order: Sequence[int]) -> float:
     """Return the sum of the lengths between consecutive groups of `order`."""
     return float(length[order[:-1], order[1:]].sum())
 
 
-def _held_karp(length: FloatArray) -> list[int]:
+def _held_karp(length: Floats) -> list[int]:
     """Return the shortest path through all groups (Held and Karp): shortest[subset, last] is the shortest that ends at `last`."""
     count = len(length)
     shortest = np.full((1 << count, count), np.inf)
@@ -286,7 +275,7 @@ def _held_karp(length: FloatArray) -> list[int]:
     return order
 
 
-def _improved(length: FloatArray, order: list[int]) -> list[int]:
+def _improved(length: Floats, order: list[int]) -> list[int]:
     """Return a shorter order: reverse and move parts, the best change first, until no change helps or `MOST_WORK` is done."""
     ends = np.pad(length, (0, 1))  # a group that is near to all stands before the first and behind the last
     for _ in range(int(MOST_WORK / len(length) ** 2)):
@@ -299,7 +288,7 @@ def _improved(length: FloatArray, order: list[int]) -> list[int]:
     return order
 
 
-def _best_turn(length: FloatArray, path: Path) -> tuple[float, Path]:
+def _best_turn(length: Floats, path: Path) -> tuple[float, Path]:
     """Return the length saved by the best reversal of a part path[i + 1 : j + 1] (two new links), and the new path."""
     here, there = path[:-1], path[1:]
     link = length[here, there]
@@ -309,7 +298,7 @@ def _best_turn(length: FloatArray, path: Path) -> tuple[float, Path]:
     return float(gain[i, j]), np.concatenate([path[: i + 1], path[i + 1 : j + 1][::-1], path[j + 1 :]])
 
 
-def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
+def _best_move(length: Floats, path: Path, size: int) -> tuple[float, Path]:
     """Return the length saved by the best move of `size` groups to another place (three new links), and the new path."""
     here, there = path[:-1], path[1:]
     link = length[here, there]
@@ -411,7 +400,7 @@ def _order_work(problem: Problem) -> float:
     return float(problem.devices**2 + ORDER_WORK * problem.stages**2)
 
 
-def _draw(costs_s: FloatArray, temperature_s: float, random: np.random.Generator) -> tuple[int, int] | None:
+def _draw(costs_s: Floats, temperature_s: float, random: np.random.Generator) -> tuple[int, int] | None:
     """Draw a pair of devices with probability proportional to exp(-cost / temperature); None if no swap is possible."""
     flat = costs_s.ravel()
     least_s = float(flat.min())
@@ -442,9 +431,9 @@ def _promise(problem: Problem, grid: Grid) -> tuple[float, Grid]:
     return float(averaging_s + 2 * bounds_s[order[:-1], order[1:]].sum()), grid[order]
 
 
-def _hop_bounds(problem: Problem, grid: Grid) -> FloatArray:
+def _hop_bounds(problem: Problem, grid: Grid) -> Floats:
     """Return the least seconds [S, S] of the slowest link between two stages: each device has at best its nearest partner."""
     links_s = problem.hop_s[grid[:, None, :, None], grid[None, :, None, :]]
     one_way = links_s.min(axis=3).max(axis=2)
-    bounds_s: FloatArray = np.maximum(one_way, one_way.T)
+    bounds_s: Floats = np.maximum(one_way, one_way.T)
     return bounds_s

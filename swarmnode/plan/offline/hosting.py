@@ -18,7 +18,8 @@ from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.cost import HOLDERS, fragility, step_s, transfer_s
 from swarmnode.plan.offline.grid import Grid, Members, MicrobatchTraffic, Problem, dendrogram, slower_way_s
 from swarmnode.plan.offline.grid_search import Search
-from swarmnode.plan.offline.planner_files import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.view import Span
 
 QUICK = 0.002  # effort of the searches that compare numbers of stages and pipelines: layouts alone
@@ -37,7 +38,7 @@ def split(
     work: Sequence[float],
     unit_bytes: Sequence[int],
     stages: Sequence[StageRoom],
-    entering_s: Callable[[int], FloatArray | float] = lambda _: 0.0,
+    entering_s: Callable[[int], Floats | float] = lambda _: 0.0,
 ) -> list[Span] | None:
     """Cut the layers into one span per stage, in order, such that the slowest stage or hop is as fast as possible.
 
@@ -54,7 +55,7 @@ def split(
     for number, stage in enumerate(stages):
         before_s = np.maximum(slowest_s, np.append(entering_s(number) + np.zeros(units), 0.0))
         # seconds [U + 1, U + 1] of each span [start, end); infinite if it is empty or does not fit
-        seconds: FloatArray = (work_before - work_before[:, None]) / stage.work_per_s
+        seconds: Floats = (work_before - work_before[:, None]) / stage.work_per_s
         held_bytes = bytes_before - bytes_before[:, None]
         seconds[held_bytes > stage.room_bytes] = np.inf
         seconds[np.tril_indices(len(seconds))] = np.inf
@@ -289,11 +290,11 @@ class Planner:
         )
         return Hosting(problem, grid, stages, self._step_s(problem, grid, stages))
 
-    def _entering_s(self, grid: Grid) -> Callable[[int], FloatArray | float]:
+    def _entering_s(self, grid: Grid) -> Callable[[int], Floats | float]:
         """Return a function of a stage's number: the seconds of the hop into it, for each layer that it may begin with."""
         sizes = self.workload.boundary_bytes
 
-        def seconds(stage: int) -> FloatArray | float:
+        def seconds(stage: int) -> Floats | float:
             if stage == 0:
                 return 0.0
             by_size = {size: hop_s(self._paths, grid[stage - 1], grid[stage], size) for size in set(sizes)}

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from swarmnode.errors import UsageError
 from swarmnode.files import read_bounded
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.view import Span
 
 MAX_PLAN_BYTES = 16 << 20
@@ -123,7 +123,6 @@ def _whole_number(value: Any) -> int:
     return value
 
 
-FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 MAX_DEVICES = 2_048
@@ -142,8 +141,8 @@ class Scenario:
 
     name: str
     regions: tuple[str | None, ...]
-    delay_s: FloatArray  # [D, D], one way
-    bandwidth_bps: FloatArray  # [D, D]
+    delay_s: Floats  # [D, D], one way
+    bandwidth_bps: Floats  # [D, D]
     gpus: tuple[str | None, ...]
     peak_flops: tuple[float | None, ...]  # per second
     memory_bytes: tuple[int | None, ...]
@@ -221,7 +220,7 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
     )
 
 
-def _matrix(values: dict[str, Any], field: str, devices: int, least: float, most: float) -> FloatArray:
+def _matrix(values: dict[str, Any], field: str, devices: int, least: float, most: float) -> Floats:
     """Return a field as a [D, D] matrix. Raises UsageError unless it has numbers of [least, most], or [0, most] on the diagonal."""
     rows = values[field]
     _check_length(rows, field, devices)
@@ -279,6 +278,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _frozen(matrix: FloatArray) -> FloatArray:
+def _frozen(matrix: Floats) -> Floats:
     matrix.setflags(write=False)
     return matrix

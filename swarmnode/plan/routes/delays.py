@@ -163,9 +163,8 @@ def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floa
         offs.append(off_RN.min(axis=0))
     senders_A, rate_AN, off_AN = np.array(senders), np.stack(rates), np.stack(offs)
     own_NA = senders_A == np.arange(len(delay_NN))[:, None]
-    near_NK = np.argsort(apart_NN[:, senders_A] - own_NA, axis=1, kind="stable")[
-        :, :VOICES
-    ]  # the sender itself comes first
+    # the sender itself comes first
+    near_NK = np.argsort(apart_NN[:, senders_A] - own_NA, axis=1, kind="stable")[:, :VOICES]
     from_NK1 = np.take_along_axis(apart_NN[:, senders_A], near_NK, axis=1)[:, :, None]
     heard_NKN = from_NK1 + off_AN[near_NK] <= NEAR_SHARE * apart_NN[:, None] + NEAR_S
     ranked_NKN = np.sort(np.where(heard_NKN, rate_AN[near_NK], np.inf), axis=1)

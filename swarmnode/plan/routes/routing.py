@@ -26,18 +26,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.counting import counted, ranges
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import position_times
-from swarmnode.plan.spans.flow import Floats
+from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
-
-Indexes = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)

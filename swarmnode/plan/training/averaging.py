@@ -338,12 +338,7 @@ Count = Callable[[PeerId, Sequence[int]], int]
 
 
 def make_groups(
-    units: int,
-    run: Run,
-    step: int,
-    holders: Sequence[Holder],
-    count: Count,
-    codecs: Collection[int] = tuple(Codec),
+    units: int, run: Run, step: int, holders: Sequence[Holder], count: Count, codecs: Collection[int] = tuple(Codec)
 ) -> list[Group]:
     """Return the groups that average at the end of `step`. Layers with the same members and the same counts form one group;
     the parameters that both ends share form another one. Groups without members are left out. `codecs`: the codecs that the

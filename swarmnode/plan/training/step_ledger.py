@@ -182,13 +182,7 @@ class StepLedger:
         return math.fsum(known) / count if known and len(known) == count else None
 
     def report(
-        self,
-        peer: PeerId,
-        span: Span,
-        masks: Mapping[int, int],
-        losses: Sequence[float] = (),
-        *,
-        adds: bool = False,
+        self, peer: PeerId, span: Span, masks: Mapping[int, int], losses: Sequence[float] = (), *, adds: bool = False
     ) -> None:
         """Note the microbatches that a replica says it has counted, by layer. They replace the known ones, or (`adds`) join them
         if these may be newer. `losses`: those of the microbatches counted for the last layer, in order."""

@@ -310,11 +310,7 @@ def _way_s(route: Sequence[Wire], workers: Mapping[PeerId, Replica], links: Tran
 
 
 def wire(
-    workers: Mapping[PeerId, Replica],
-    fixed: Sequence[PeerId | None],
-    transfers: Transfers,
-    *,
-    left: int = ENDLESS,
+    workers: Mapping[PeerId, Replica], fixed: Sequence[PeerId | None], transfers: Transfers, *, left: int = ENDLESS
 ) -> list[Wire] | None:
     """Return the route of one microbatch; None if no chain of free peers covers all layers. Peers that would take longer than
     the others need for all `left` microbatches are not used.

@@ -31,7 +31,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.counting import counted, layers
 from swarmnode.decisions import Topic
 from swarmnode.errors import ErrorCode, NoRoute, PeerRefused
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.paths import ObservedLatency

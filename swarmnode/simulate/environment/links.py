@@ -29,9 +29,8 @@ class Links:
         delay, bandwidth = _with_neighbours(scenario)
         self._delay_SS: Floats = delay
         self._bandwidth_SS: Floats = bandwidth
-        self._delay_s: list[list[float]] = (
-            delay.tolist()
-        )  # lists: reading single values from arrays takes ten times as long
+        # lists: reading single values from arrays takes ten times as long
+        self._delay_s: list[list[float]] = delay.tolist()
         self._bandwidth_bps: list[list[float]] = bandwidth.tolist()
         self._uplink_bps: list[float] = _uplinks_bps(scenario, bandwidth).tolist()
         self._free_at_s = [0.0] * len(self.places)

@@ -242,9 +242,8 @@ def _count(family: Any) -> tuple[list[int], list[int], int]:
         for unit in family.units_of_tensor(name):
             parameters[unit] += parameter.numel()
             routed[unit] += parameter.numel() if ".experts." in name else 0
-    if (
-        narrow := family.bottleneck
-    ) is not None:  # two projections, one at either end, and behind the first one the anchors
+    # two projections, one at either end, and behind the first one the anchors
+    if (narrow := family.bottleneck) is not None:
         hidden, last = int(family.config.hidden_size), family.units - 1
         anchors = narrow.anchor * (int(family.config.vocab_size) + hidden * (narrow.anchor < hidden))
         for unit in range(family.units):

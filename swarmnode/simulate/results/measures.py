@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -53,14 +52,3 @@ class Measures:
         result = decision()
         self.decision_s[name].append(time.thread_time() - began_s)
         return result
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile `percent` (0 to 100) of `values`, interpolated linearly between ranks; NaN if `values` is empty."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from swarmnode.counting import counted
-from swarmnode.simulate.results.measures import PERCENTILES, percentile
+from swarmnode.simulate.results.measures import PERCENTILES
 from swarmnode.simulate.results.result_page import (
     IDLE,
     Machines,
@@ -72,7 +74,7 @@ def _rates(result: SimulationResult) -> dict[str, float]:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    spread = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    spread = {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
     return {"count": len(values), "mean": sum(values) / len(values), **spread, "max": max(values)}
 
 

@@ -376,24 +376,19 @@ class Pathfinder:
     def route(self, client: PeerId, place: int, avoid: Collection[PeerId], retain: Sequence[HopSpec]) -> Route:
         """Find a route for `client`, whose index in the links is `place`, without the peers in `avoid` and with the hops in
         `retain`. Raises NoRoute if there is none."""
-        return self._world.measures.timed("route", lambda: self._route(client, place, avoid, retain))
-
-    def _route(self, client: PeerId, place: int, avoid: Collection[PeerId], retain: Sequence[HopSpec]) -> Route:
         world = self._world
         picture = world.directory.view()
         view = shortlist(picture, client, Span(0, picture.units), frozenset(hop.peer for hop in retain))
         indexes = {peer.peer: world.by_id[peer.peer].index for peer in view.peers if peer.peer in world.by_id}
-        between = self._rtts_s(indexes) if view is picture else self._between(indexes)
+        if view is not picture:
+            between = self._between(indexes)
+        else:
+            if self._revision != world.directory.revision:
+                self._revision, self._rtt_s = world.directory.revision, self._between(indexes)
+            between = self._rtt_s
         own = {(client, peer): 2 * world.links.delay_s(place, index) for peer, index in indexes.items()}
         seen = replace(view, rtt_s={**between, **own})
         return find_route(seen, client=client, avoid=avoid, retain=retain, config=world.settings.routing)
-
-    def _rtts_s(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
-        """Return the round-trip times between all pairs, computed anew when the directory's revision has changed."""
-        if self._revision != self._world.directory.revision:
-            self._revision = self._world.directory.revision
-            self._rtt_s = self._between(indexes)
-        return self._rtt_s
 
     def _between(self, indexes: Mapping[PeerId, int]) -> dict[tuple[PeerId, PeerId], float]:
         delay_s, peers = self._world.links.delay_s, sorted(indexes.items())
@@ -520,7 +515,8 @@ class Serving:
         first attempt. Raises NoRoute if there is none."""
         avoid = set(avoid)
         while True:
-            route = self._pathfinder.route(session.client, session.place, avoid, retain)
+            find = partial(self._pathfinder.route, session.client, session.place, avoid, retain)
+            route = self.world.measures.timed("route", find)
             gone = {hop.peer for hop in route.hops if not self._serves(hop.peer, Span(hop.start, hop.end))}
             if not gone:
                 break

@@ -202,7 +202,11 @@ def simulated_rule(
     )
 
     def network(_view: View, seen: Sequence[PeerView]) -> TrainingNetwork:
-        return _network(world, settings.tokens, seen)
+        """Return the speeds of the `seen` peers in layers/s, and the links between them."""
+        peers = [world.met[peer.peer] for peer in seen]
+        devices, tokens = [peer.device for peer in peers], settings.tokens
+        there_and_back_s = [each.prompt_s(1, tokens) + each.backward_s(1, tokens) for each in devices]
+        return TrainingNetwork(1 / np.array(there_and_back_s), *world.links.between([peer.index for peer in peers]))
 
     return TrainingRule(
         StepOutlook(lambda: load, network),
@@ -210,13 +214,6 @@ def simulated_rule(
         has_begun,
         under_way=lambda: world.clock.now_s > 0,
     )
-
-
-def _network(world: World, tokens: int, seen: Sequence[PeerView]) -> TrainingNetwork:
-    """Return the speeds of the `seen` peers in layers/s, and the links between them."""
-    peers = [world.met[peer.peer] for peer in seen]
-    there_and_back_s = [peer.device.prompt_s(1, tokens) + peer.device.backward_s(1, tokens) for peer in peers]
-    return TrainingNetwork(1 / np.array(there_and_back_s), *world.links.between([peer.index for peer in peers]))
 
 
 MAX_PEERS = 500  # limit, because every microbatch's route is chosen among all peers

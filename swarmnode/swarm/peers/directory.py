@@ -153,9 +153,8 @@ class Directory:
         self._peer_table = PeerTable()
         self._own: Announcement | None = None
         self._started_at = now()
-        self.clock_offsets: dict[
-            PeerId, float
-        ] = {}  # by peer: lead of its new announcements over `now`, in seconds; the largest
+        # by peer: lead of its new announcements over `now`, in seconds; the largest
+        self.clock_offsets: dict[PeerId, float] = {}
         self._sequence = 0
         self._expires_at = 0.0
         self._sampling = ShardSampling(network.peer_id)

@@ -67,12 +67,7 @@ class RevocationList(Signable, frozen=True):
         )
 
     def extended(
-        self,
-        now: float,
-        *,
-        peers: Iterable[PeerId] = (),
-        invites: Iterable[bytes] = (),
-        homes: Iterable[bytes] = (),
+        self, now: float, *, peers: Iterable[PeerId] = (), invites: Iterable[bytes] = (), homes: Iterable[bytes] = ()
     ) -> RevocationList:
         """Return the next list, with these peers, invites and homes (public keys) added. Raises UsageError if it would be too
         long."""

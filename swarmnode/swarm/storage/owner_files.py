@@ -245,8 +245,9 @@ def issued_invites_path(swarm_file: Path) -> Path:
     return swarm_file.with_suffix(SUFFIX)
 
 
-def open_issued_invites(path: Path) -> IssuedInvites:
-    """Read the list in a file; it is empty if there is no file. Raises UsageError if the file cannot be read or is not such a
-    list."""
+def open_issued_invites(swarm_file: Path) -> IssuedInvites:
+    """Read the list that belongs to a .swarm file; it is empty if there is no file. Raises UsageError if the file cannot be read or
+    is not such a list."""
+    path = issued_invites_path(swarm_file)
     content = load_user_file(path, _File, max_bytes=MAX_FILE_BYTES, what=WHAT) or _File(FORMAT)
     return IssuedInvites(path, content.guests, content.revocations, content.shown)

@@ -39,7 +39,7 @@ from swarmnode.swarm.records.invite import (
     looks_like_invite,
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
-from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.owner_files import open_issued_invites
 from swarmnode.swarm.storage.small_files import (
     VersionedFile,
     is_user_file,
@@ -457,7 +457,7 @@ def _decode(data: bytes, path: Path) -> Swarm:
         swarm,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
         adapters=None if content.adapters is None else Path(content.adapters),
-        revocations=open_issued_invites(issued_invites_path(path)).revocations if swarm.owner else b"",
+        revocations=open_issued_invites(path).revocations if swarm.owner else b"",
         file=path,
         **{name: getattr(content, name) for name in AS_IN_FILE},
     )

@@ -27,8 +27,6 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.gradient_compressor import (
     Exchange,
     GradientCompressor,
-    Round,
-    Rounds,
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
@@ -238,7 +236,7 @@ class AllReducer:
         forms = circle.forms if gradient_compressor.averaging.by_line else None
         rounds = gradient_compressor.run(Exchange(local, total, weight, clipping, forms, circle.warm_start))
         number = 0
-        while (round_ := await self._call(lambda: _next(rounds))) is not None:
+        while (round_ := await self._call(lambda: next(rounds, None))) is not None:
             await attempt.sum(circle, number, round_)
             number += 1
         agreed.gradient_compressors.append(gradient_compressor)
@@ -282,10 +280,6 @@ def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
     """Return the gradient of `blocks` as one vector. Raises NotFinite, naming the layer, if it holds NaN or infinity."""
     learner.squared_norm(blocks)
     return learner.gradient(blocks)
-
-
-def _next(rounds: Rounds) -> Round | None:
-    return next(rounds, None)
 
 
 def _are_alike(group: Group, run: Run) -> bool:

@@ -41,7 +41,7 @@ from swarmnode.compute.training.averaging.parts import (
 )
 from swarmnode.errors import blaming
 from swarmnode.links.switchboard import Switchboard
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, PartChunk, Partner, Patience

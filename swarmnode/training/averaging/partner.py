@@ -107,7 +107,9 @@ class Progress:
                 raise self.failure
             if self._moving():
                 self.excused()
-            limit_s = self._limit_s(began_s)
+            patience = self._patience()
+            still_s = max(began_s, self._excused_at_s) + patience.still_s
+            limit_s = min(still_s, max(began_s, self._acted_at_s) + patience.excused_s)
             if self._clock() >= limit_s:
                 stood_s = self._clock() - max(began_s, self._acted_at_s)
                 raise PeerLost(f"peer {self.peer} stands still: {what} for {stood_s:.1f} s", peer=self.peer)
@@ -124,11 +126,6 @@ class Progress:
                 self.waiting_since_s = None
             if self._clock() - limit_s > self._patience().still_s / 2:
                 began_s = self._clock()  # this process slept (suspended, or a blocked loop), not the peer
-
-    def _limit_s(self, began_s: float) -> float:
-        patience = self._patience()
-        still_s = max(began_s, self._excused_at_s) + patience.still_s
-        return min(still_s, max(began_s, self._acted_at_s) + patience.excused_s)
 
     def _wake(self) -> None:
         for future in self._waiters:

@@ -116,12 +116,10 @@ class AveragingGroups:
         chosen = self._choose(run, step, members, count)
         for one in chosen:
             self._tell(one)
-        return [self._started(one.group, run, members) for one in chosen]
-
-    def _started(self, group: Group, run: Run, members: Sequence[WorkerHandle]) -> Group:
+        groups = [one.group for one in chosen]
         if not run.averaging.alternating:
-            return group
-        return msgspec.structs.replace(group, warm_start=self.warm_starts.may(group, members))
+            return groups
+        return [msgspec.structs.replace(one, warm_start=self.warm_starts.may(one, members)) for one in groups]
 
     def expected_s(self, run: Run, step: int, members: Sequence[WorkerHandle]) -> float:
         """Estimate the seconds of the averaging at the end of `step` if all members take part; 0 if none has to average."""

@@ -30,6 +30,7 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.errors import ErrorCode
 from swarmnode.links.switchboard import Channel
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.step_forecast import passing_s
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
@@ -132,7 +133,7 @@ class Dispatcher:
         self._run = b""  # the id of the run in force
         self._positions = 0  # of one of its microbatches
         self._transfers = Transfers()
-        self._proven: dict[PeerId, None] = {}  # trainers that have fed something
+        self._proven: Recent[PeerId, None] = Recent(MAX_PROVEN)  # trainers that have fed something
         self._links_key: tuple[int, frozenset[PeerId]] | None = None  # step and stages of the last look-up of links
         self._numbers = itertools.count()
         self._times = AnswerTimes()
@@ -263,8 +264,6 @@ class Dispatcher:
         if trainer.peer not in self._proven:
             self.failures.forgive(NEWCOMERS)
             self._proven[trainer.peer] = None
-            if len(self._proven) > MAX_PROVEN:
-                del self._proven[next(iter(self._proven))]
         for peer in (trainer.peer, *(peer for peer, _ in record.route)):
             self.failures.forgive(peer)
 

@@ -23,7 +23,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode
 from swarmnode.net.addressing.addresses import home_of
-from swarmnode.net.deadlines import Backoff, Deadline, Expectation
+from swarmnode.net.clock import Backoff, Deadline, Expectation
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.findings_record import Findings
 from swarmnode.plan.compression import LADDER, encoded_bytes

@@ -100,9 +100,8 @@ class StepLoop:
         self._times = AnswerTimes()  # of all-reduces
         self._astray = False  # a stage did not reach the step
         self._as_founded = False  # the parameters at step 0 are the founder's, which newcomers have, too
-        self._claims: list[
-            tuple[frozenset[PeerId], PeerId]
-        ] = []  # of NaN in this step: suspects, and perhaps the trainer
+        # of NaN in this step: suspects, and perhaps the trainer
+        self._claims: list[tuple[frozenset[PeerId], PeerId]] = []
         self._expected = ExpectedStep()
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # step and stages of the last forecast
         self._begins = True  # nothing is leased yet
@@ -164,9 +163,8 @@ class StepLoop:
                 member.command(Begin(self._raw_run))
         for peer in plan.sync:
             self._sync(members[peer])
-        if (
-            status is not None and self.step > 0 and not self.trainer_connections.history
-        ):  # the previous coordinator may have died before it could report the step
+        # the previous coordinator may have died before it could report the step
+        if status is not None and self.step > 0 and not self.trainer_connections.history:
             self._tell_step(status.loss, 0.0, status.norm, len(plan.stay))
 
     def _is_here(self, status: Status) -> bool:

@@ -21,7 +21,7 @@ from swarmnode.codec.messages import KIND_OF, End, Error
 from swarmnode.codec.training_messages import MAX_WAITS, Condition, Lead, ProgressReport, Release, Status, Sync, Wait
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, SwarmnodeError
 from swarmnode.links.switchboard import Channel
-from swarmnode.net.deadlines import Backoff
+from swarmnode.net.clock import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import HoldingReport
@@ -479,15 +479,12 @@ def longest_waits(
 def sentence(progress: ProgressReport) -> str:
     """Return a sentence about the waits, or an empty text if there are none worth reporting. It quotes no text of a peer, and names
     peers as `status` does, by the end of the id."""
-    parts = [_units_text("", progress.missing) + " no holder"] if progress.missing else []
+    parts, units = [], sorted(progress.missing)
+    if units:
+        named = f"layers {', '.join(map(str, units[:8]))} have" if len(units) > 1 else f"layer {units[0]} has"
+        parts.append(f"{named} no holder")
     parts += [_wait_text(wait) for wait in progress.waits[:TOLD]]
     return f"step {progress.step} waits: {'; '.join(parts)}" if parts else ""
-
-
-def _units_text(peer: str, units: Iterable[int]) -> str:
-    numbers = sorted(units)
-    named = f"layer {numbers[0]} has" if len(numbers) == 1 else f"layers {', '.join(map(str, numbers[:8]))} have"
-    return f"{peer}{named}"
 
 
 def _wait_text(wait: Wait) -> str:

@@ -203,9 +203,8 @@ class TrainingMemory:
         kept_bytes = mask_bytes + sum(unit.activation_bytes for unit in estimates)
         pass_bytes = largest_bytes = mask_bytes + max(unit.activation_bytes for unit in estimates)
         if autocast_dtype(self._segment.device, wanted=run.autocast) is torch.float16:
-            blocks = (
-                self._segment.parameters().values()
-            )  # of the block with the most, before they are added to the sums
+            # of the block with the most, before they are added to the sums
+            blocks = self._segment.parameters().values()
             pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
         # The memory of the optimiser, and of the outer one if replicas update apart.
         outer_bytes = 2 * segment_bytes(self._segment) if run.averaging.every > 1 else 0

@@ -317,9 +317,8 @@ async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> 
 def make_part(place: StageResources, checkpoint: Checkpoint, device: int, segment: Segment) -> TrainingPart:
     """Create a device's part of a replica, with its estimator and its memory."""
     lent, clock = place.hardware.lent[device], place.host.clock.compute
-    estimated = functools.lru_cache(maxsize=1)(
-        functools.partial(estimates, checkpoint)
-    )  # called twice when a run begins
+    # called twice when a run begins
+    estimated = functools.lru_cache(maxsize=1)(functools.partial(estimates, checkpoint))
     estimator = PassEstimator(
         segment.device,
         estimated,

@@ -52,8 +52,13 @@ from swarmnode.training.coordinator.worker_group import Following, LeadClaims, L
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
-from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
-from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
+from swarmnode.training.worker.microbatch_in_flight import (
+    AdmissionQueue,
+    Arrival,
+    MicrobatchInFlight,
+    TrainingMeter,
+    place_of,
+)
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts
 

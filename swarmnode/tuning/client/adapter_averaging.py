@@ -200,9 +200,8 @@ class VectorEncoder:
         """Return the bytes of a vector, and the vector that a receiver reads from them."""
         wanted_N = vector_N if self._rest_N is None else vector_N + self._rest_N
         if self._codec == Codec.FP16:
-            wanted_N = wanted_N.clamp(
-                -LARGEST_IN_FP16, LARGEST_IN_FP16
-            )  # else a mean of large vectors would be infinite
+            # else a mean of large vectors would be infinite
+            wanted_N = wanted_N.clamp(-LARGEST_IN_FP16, LARGEST_IN_FP16)
         raw = self._layout.encode(wanted_N, self._codec)
         read_N = self._layout.decode(bytearray(raw), self._codec)
         if self._codec in ACCOUNTED:

@@ -115,9 +115,8 @@ class SwarmRoutes:
         self._blame = Blame(clock, avoid_s=TUNING_PAUSE_S)
         self._epoch = 0
         self._route: Sequence[HopSpec] = ()
-        self._too_small: dict[
-            PeerId, str
-        ] = {}  # peers that can never have room, with the need of a microbatch if known
+        # peers that can never have room, with the need of a microbatch if known
+        self._too_small: dict[PeerId, str] = {}
         self._said: list[str] = []  # faults since the last step that a route has finished
         self._opened: TunedRoute | None = None
         self._last: PeerError | NetworkDown | None = None

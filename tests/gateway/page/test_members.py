@@ -108,7 +108,7 @@ async def test_who_is_invited_on_the_page_joins_is_seen_and_is_revoked(private: 
         picture = (await served.http.get(MEMBERS)).json()
         assert {each["note"]: each["revoked"] for each in picture["members"]}[MARKUP], "it stays in the book"
         assert [each["revoked"] for each in picture["invites"]] == [False, True]
-        book = open_issued_invites(issued_invites_path(served.swarm.file))
+        book = open_issued_invites(served.swarm.file)
         assert book.revocations and PASSWORD.encode() not in book.path.read_bytes(), "kept for when nobody is online"
 
 
@@ -179,7 +179,7 @@ async def test_nobody_else_sees_or_changes_who_belongs(private: Founded, tmp_pat
                 await served.http.post(REVOCATIONS, headers=more, json={"password": PASSWORD, "who": "a"}),
             ):
                 assert answer.status_code == 403
-        assert len(open_issued_invites(issued_invites_path(served.swarm.file)).guests) == 1
+        assert len(open_issued_invites(served.swarm.file).guests) == 1
 
 
 @in_virtual_time

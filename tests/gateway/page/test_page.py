@@ -160,7 +160,7 @@ async def test_streams_end_with_the_gateway(founded: Founded, tmp_path: Path) ->
 
 
 async def test_the_page_holds_scripts_and_styles_of_its_own_alone(founded: Founded, tmp_path: Path) -> None:
-    from swarmnode.gateway.page.static_files import FILES
+    from swarmnode.gateway.page.endpoints import FILES
 
     text = "".join(file.content.decode() for file in FILES.values())
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=", "onclick="):

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from swarmnode.errors import PeerLost
-from swarmnode.net.deadlines import Deadline
+from swarmnode.net.clock import Deadline
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import (
     MOST_NOT_SHOWN,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.grid_search import EXACT, path_length, shortest_path
-from swarmnode.plan.offline.planner_files import FloatArray
+from swarmnode.plan.spans.flow import Floats
 
 
-def lengths(count: int, seed: int) -> FloatArray:
+def lengths(count: int, seed: int) -> Floats:
     values = np.triu(np.random.default_rng(seed).random((count, count)), 1)
     return values + values.T
 

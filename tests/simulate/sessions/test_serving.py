@@ -1,10 +1,10 @@
 import json
 
+import numpy as np
 import pytest
 
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.peers import Change
-from swarmnode.simulate.results.measures import percentile
 from swarmnode.simulate.sessions import serving
 from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings
 from tests.simulate.worlds import MB, figures, model, run, scenario, total
@@ -22,14 +22,14 @@ def test_a_token_takes_its_turn_of_the_ring():
     the client and the first hop)."""
     result = run(scenario([40.0, 40.0]), model(8), settings(), spans=HALVES)
     wire_s = 8 * (64 + 2000 + 2 * (64 + 8)) / 1e8
-    assert percentile(result.measures.values["between tokens, s"], 50) == pytest.approx(0.22 + wire_s, rel=1e-6)
+    assert np.percentile(result.measures.values["between tokens, s"], 50) == pytest.approx(0.22 + wire_s, rel=1e-6)
 
 
 def test_a_prompt_goes_in_chunks_of_which_the_hops_work_at_once():
     """A chunk of 128 tokens takes 8 passes of 0.1 s per hop; the second hop is one chunk behind the first."""
     serve = ServeSettings(0.005, prompt_tokens=512, new_tokens=1, spread=0.0)
     result = run(scenario([40.0, 40.0]), model(8), Settings(hours=0.1, serve=serve), spans=HALVES)
-    assert percentile(result.measures.values["first token, s"], 50) == pytest.approx(5 * 0.8, rel=0.05)
+    assert np.percentile(result.measures.values["first token, s"], 50) == pytest.approx(5 * 0.8, rel=0.05)
 
 
 def test_sessions_that_meet_are_batched():

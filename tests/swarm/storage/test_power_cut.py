@@ -106,7 +106,7 @@ def test_a_torn_identity_is_no_other_identity(tmp_path: Path) -> None:
 
 
 def test_a_torn_guestbook_is_no_shorter_guestbook(tmp_path: Path) -> None:
-    path = tmp_path / "friends.invites"
+    path = tmp_path / "friends.guests"
     IssuedInvites(path, revocations=b"what the owner signed").save()
     whole = path.read_bytes()
     for data in torn(whole):

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from swarmnode.training.worker import admission_queue as module
-from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
+from swarmnode.training.worker import microbatch_in_flight as module
+from swarmnode.training.worker.microbatch_in_flight import AdmissionQueue, Arrival
 from tests.compute.training.toy import ToySegment
 from tests.peer.training_swarm import one_part
 
