@@ -220,7 +220,7 @@ def causal_config(model_type: str) -> Any:
     if model_type in WHOLE:
         return language_config(CONFIG_MAPPING[model_type](**WHOLE[model_type]))
     config = language_config(CONFIG_MAPPING[model_type]())
-    for name, value in DECODER.items():
+    for name, value in {**DECODER, "causal": True}.items():
         if hasattr(config, name):
             setattr(config, name, value)
     try:
