@@ -224,6 +224,9 @@ def causal_config(model_type: str) -> Any:
         if hasattr(config, name):
             setattr(config, name, value)
     try:
-        return made_small(config)
+        config = made_small(config)
     except (RuntimeError, AttributeError):  # sizes that differ from layer to layer, or a config of several models
         return config
+    if hasattr(config, "num_kv_shared_layers"):  # layers that use keys and values of another one
+        config.num_kv_shared_layers = 2
+    return config
