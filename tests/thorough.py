@@ -79,7 +79,7 @@ EVERY = {  # of the cases of a test, each n-th one always runs; NEVER: only with
     "node/test_tuning.py::test_a_pass_whose_machine_fails_before_its_gradient_has_the_same_gradients": 2,
     "node/test_tuning.py::test_two_trainers_with_the_same_data_draw_the_curve_of_one_though_one_loses_a_hop": 2,
     "numerics/test_causal_families.py::test_a_family_is_served_or_refused_in_a_sentence": 4,
-    "numerics/test_causal_families.py::test_the_text_of_a_family_that_is_computed_again_is_its_own": 4,
+    "numerics/test_causal_families.py::test_the_text_of_a_family_whose_calls_are_followed_is_its_own": 4,
     "numerics/test_adapters.py::test_sessions_with_different_adapters_beside_one_another": 4,
     "numerics/test_families.py::test_gradients_of_three_pieces_are_those_of_the_whole": 10,
     "numerics/test_families.py::test_split_equals_whole": 10,

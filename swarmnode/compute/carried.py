@@ -9,7 +9,10 @@ A *call* is one run of a layer, in the order of a pass. The units of such a mode
 at a boundary is a tensor that an earlier call or the embedding returned, and that the family's code reads behind the boundary. The
 live tensors of a position cross side by side (`pack`); the model's width is that of the widest boundary.
 
-These models keep no caches of their own: a session keeps the inputs of its positions, and each pass computes them again.
+Where the family's code keeps all that its layers need of earlier positions in the cache that it is given, a pass is over new
+positions alone. Keys and values that a later layer reads are live, too: their new positions cross, and the machine behind the
+boundary caches them under the number of the layer that made them. Of other models a session keeps the inputs of its positions,
+and each pass computes them again.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +63,9 @@ OF_THE_FIRST = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"}
 class LiveTensor:
     """Tensor that is live at a boundary: the call that returned it, its number among the tensors of the result, and its sizes.
 
-    `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order.
+    `rows` and `positions` are the dimensions of these sizes; `others` are the other sizes, in order. `cached` is the place in the
+    pass's cache that returned the tensor, which then holds earlier positions, too: a layer's number there, and 0 for its keys or 1
+    for its values.
     """
 
     source: Source
@@ -70,6 +75,7 @@ class LiveTensor:
     others: tuple[int, ...]
     streams: int  # behind each other in the dimension of positions; several count as a dimension before it
     is_whole: bool  # whole numbers or truth values
+    cached: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:
@@ -102,6 +108,9 @@ class Calls:
     results: dict[Source, Result]
     live: tuple[tuple[LiveTensor, ...], ...]
     tied: dict[str, str]  # parameters of layers that are others'
+    cached: (
+        tuple[frozenset[int], ...] | None
+    )  # by call, the numbers of the layers' caches that it fills; None: without a cache
 
     def held(self, first: int, end: int) -> frozenset[str]:
         """Return the names of the layers that calls [first, end) run."""
@@ -126,6 +135,21 @@ class Calls:
     def names(self) -> frozenset[str]:
         """Names of the layers."""
         return frozenset(name for name, _ in self.layers)
+
+    def received(self, first: int) -> dict[int, list[tuple[int, int]]]:
+        """Return the caches that calls from `first` on need of earlier calls: (heads, dim) of keys and of values, by the number of
+        the layer; empty for a model without a cache."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for place in self.live[first]:
+            if place.cached is not None:
+                heads, dim = place.others
+                found.setdefault(place.cached[0], [(heads, 1), (heads, 1)])[place.cached[1]] = heads, dim
+        return found
+
+    @property
+    def has_own_caches(self) -> bool:
+        """Whether each call fills the cache of the layer of its own number alone, or none."""
+        return self.cached is not None and all(some <= {number} for number, some in enumerate(self.cached))
 
     def is_plain(self, hidden: int) -> bool:
         """Return whether each layer runs once, and only `hidden` numbers of a position cross between layers. Positions that an
@@ -237,10 +261,23 @@ def find_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def trace_calls(model: Any) -> Calls:
-    """Return the calls of a model on the meta device, from one pass without a cache.
+class CacheRecord(Protocol):
+    """Cache of a traced pass. `shapes` and `states` are what layers keep there, by numbers of layers; `places` are the tensors that
+    it returned, by their ids, with the numbers of layers and 0 for keys or 1 for values."""
 
-    Raises CallsUnknown if no layer runs or a tensor crosses without a row and a position, and any error of the model's code.
+    shapes: dict[int, Any]
+    states: Any
+    places: dict[int, tuple[Tensor, tuple[int, int]]]
+
+    def filled(self) -> frozenset[int]:
+        """Return the numbers of the layers that keep something."""
+
+
+def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) -> Calls:
+    """Return the calls of a model on the meta device, from one pass with the record of a cache among `inputs`, or without a cache.
+
+    Raises CallsUnknown if no layer runs, a tensor crosses without a row and a position, or the cache is filled between layers or
+    not at all, and any error of the model's code.
     """
     names = find_layers(model)
     outside = _outside(model, names)
@@ -251,6 +288,7 @@ def trace_calls(model: Any) -> Calls:
     reads: list[Sources] = []  # by call: what the family's code hands to it
     times: dict[str, set[int]] = {}  # of modules outside: numbers of calls before them
     constant: set[str] = set()  # modules outside that depend on no id
+    cached: list[frozenset[int]] = []
 
     def watched(name: str, forward: Callable[..., Any], is_layer: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +304,8 @@ def trace_calls(model: Any) -> Calls:
                 order.append(source)
                 reads.append(handed)
             mode.follows = False
-            like = _likeness(model.get_submodule(name), args, kwargs) if is_layer else None
+            like = _likeness(model.get_submodule(name), args, kwargs) if is_layer and record is None else None
+            before = frozenset[int]() if record is None else record.filled()
             try:
                 result, written = (
                     _call(forward, args, kwargs) if like not in seen else _repeat(seen[like], args, kwargs)
@@ -277,8 +316,10 @@ def trace_calls(model: Any) -> Calls:
                 mode.follows = True
             leaves, tree = tree_flatten((result, written))
             results[source] = Result(tuple(leaves), tree)
-            if is_layer:
+            if is_layer and record is None:
                 seen[like] = results[source]
+            elif is_layer and record is not None:
+                cached.append(record.filled() - before)
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     mode.known[id(leaf)] = leaf, frozenset([(source, number)])
@@ -296,13 +337,15 @@ def trace_calls(model: Any) -> Calls:
         module.forward = watched(name, module.forward, number < len(names))
     try:
         with torch.inference_mode(), mode:
-            output = model(input_ids=ids_BT, use_cache=False)
+            output = model(input_ids=ids_BT, use_cache=record is not None, **inputs)
     finally:
         model.config._experts_implementation = experts
         for module, _ in modules:
             del module.forward
     if not order:
         raise CallsUnknown("no layer of its lists runs")
+    if record is not None and (not any(cached) or record.filled() - frozenset[int]().union(*cached)):
+        raise CallsUnknown("its layers do not fill the cache that they are given")
     reads.append(mode.of(output.logits))
     count = len(order)
     return Calls(
@@ -310,13 +353,17 @@ def trace_calls(model: Any) -> Calls:
         embedding=frozenset(name for name, at in times.items() if at == {0}) - constant,
         head=frozenset(name for name, at in times.items() if at == {count}),
         results=results,
-        live=_live(order, reads, results),
+        live=_live(order, reads, results, {} if record is None else record.places),
         tied=_tied_layers(model, names),
+        cached=None if record is None else tuple(cached),
     )
 
 
 def _live(
-    order: Sequence[Source], reads: Sequence[Sources], results: dict[Source, Result]
+    order: Sequence[Source],
+    reads: Sequence[Sources],
+    results: dict[Source, Result],
+    cached: dict[int, tuple[Tensor, tuple[int, int]]],
 ) -> tuple[tuple[LiveTensor, ...], ...]:
     """Return the tensors that cross before each call, and behind the last one. `reads` are what each call and the head read."""
     numbers = {source: number for number, source in enumerate(order)}
@@ -327,7 +374,7 @@ def _live(
             (numbers.get(source, -1), source, leaf) for source, leaf in needed if numbers.get(source, -1) < boundary
         )
         # The hidden states of the call before lead.
-        live.append(tuple(_place(source, leaf, results[source]) for _, source, leaf in reversed(crossing)))
+        live.append(tuple(_place(source, leaf, results[source], cached) for _, source, leaf in reversed(crossing)))
     return tuple(live)
 
 
@@ -364,9 +411,13 @@ def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return settings, tuple(tuple(each.shape) for each in layer.parameters()), told, numbers, str(tree)
 
 
-def _place(source: Source, number: int, result: Result) -> LiveTensor:
+def _place(
+    source: Source, number: int, result: Result, cached: dict[int, tuple[Tensor, tuple[int, int]]]
+) -> LiveTensor:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
+    if id(leaf) in cached:
+        return LiveTensor(source, number, 0, 2, (sizes[1], sizes[3]), 1, False, cached[id(leaf)][1])
     rows, positions = _dimensions(sizes)
     if rows is None or positions is None:
         raise CallsUnknown(f"{source[0]} returns a tensor of {(*sizes,)} that has no row and position of its own")
@@ -469,8 +520,17 @@ class Carrier:
         dtype = self._model.dtype if leaf.is_floating_point() else leaf.dtype
         return torch.zeros(sizes, dtype=dtype, device=self._model.device)
 
-    def run(self, x: Tensor, start: int, end: int, keep_last: int) -> Tensor:
-        """Run units [start, end) on the first positions of some rows: ids_BT if `start` is 0, else packed_BTW.
+    def run(
+        self,
+        x: Tensor,
+        start: int,
+        end: int,
+        keep_last: int,
+        cache: Any = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Run units [start, end) on positions of some rows: ids_BT if `start` is 0, else packed_BTW. Without a cache they are the
+        first ones, else those behind the positions of `cache`. `inputs` are those of the family's forward besides token ids.
 
         Returns logits of the last `keep_last` positions (-1: of all) if the range has the head, else what crosses, packed.
         """
@@ -481,17 +541,33 @@ class Carrier:
         leaving = () if self._has_head else calls.live[self._end]
         self._wanted = {(place.source, place.number) for place in leaving}
         self._returned = {} if start == 0 else unpack(x, calls.live[start - 1])
+        for layer in calls.received(start - 1) if start > 0 and cache is not None else ():
+            tensors = {place.cached: (place.source, place.number) for place in calls.live[start - 1] if place.cached}
+            keys, values = (tensors.get((layer, index)) for index in range(2))
+            new = self._returned[keys or values]  # type: ignore[index]
+            update = (new[..., :1] if place is None else self._returned[place] for place in (keys, values))
+            for place, whole in zip((keys, values), cache.update(*update, layer), strict=True):
+                if place is not None:
+                    self._returned[place] = whole
         ids_BT = x if start == 0 else self._returned.get((IDS, 0))
         if ids_BT is None:
             ids_BT = torch.zeros(self._sizes, dtype=torch.int64, device=x.device)
         self._returned[IDS, 0] = ids_BT
-        options = {"logits_to_keep": keep_last} if self._takes_count and keep_last > 0 else {}
+        options: dict[str, Any] = dict(inputs or {"use_cache": False})
+        if self._takes_count and self._has_head and keep_last > 0:
+            # With a number, Gemma 4 leaves out other positions before some layers, of which this machine may run only the last.
+            options["logits_to_keep"] = torch.arange(max(0, x.shape[1] - keep_last), x.shape[1], device=x.device)
         self._is_passing = True
         try:
-            logits_BTV: Tensor = self._model(input_ids=ids_BT, use_cache=False, **options).logits
+            logits_BTV: Tensor = self._model(input_ids=ids_BT, **options).logits
             return logits_BTV[:, -keep_last:] if keep_last > 0 else logits_BTV
         except _Left:
-            return pack([self._returned[place.source, place.number] for place in leaving], leaving, calls.width)
+            tensors = (self._returned[place.source, place.number] for place in leaving)
+            new = [
+                each[:, :, -x.shape[1] :] if place.cached else each
+                for each, place in zip(tensors, leaving, strict=True)
+            ]
+            return pack(new, leaving, calls.width)
         finally:
             self._is_passing = False
             self._returned = {}

@@ -62,7 +62,7 @@ class Pipeline:
         self.pass_cost = workers[-1].scheduler.cost  # of the device whose outputs are sent on
         self.hidden_size: int = workers[0].runner.span.width
         self.vocab_size: int = workers[0].runner.span.vocab_size
-        self.keeps_states: bool = workers[0].runner.span.family.keeps_states
+        self.copies_caches: bool = workers[0].runner.span.family.has_whole_copies
         self._units_per_s = units_per_s
         self._passed: dict[int, tuple[Worker, ...]] = {}  # by session: the workers that its positions pass, in order
 
@@ -133,14 +133,14 @@ class Pipeline:
 
     def snapshot(self, session: int) -> None:
         """Keep the session's recurrent states as they are now, if it has any, for `copy_out`."""
-        for worker in self._passed[session] if self.keeps_states else ():
+        for worker in self._passed[session] if self.copies_caches else ():
             worker.call("snapshot", partial(worker.runner.pool.copy_out, session, ANY_LENGTH, range(0)))
 
     async def copy_out(self, session: int, units: Span, most: int) -> SessionCopy | None:
         """Return a copy of what all devices keep of a session's `units` at its newest position up to `most` that all have; None if
         there is none."""
         kept = [(worker, _layers(worker, units)) for worker in self._passed.get(session, ())]
-        while most > 0 and self.keeps_states:
+        while most > 0 and self.copies_caches:
             copies = [
                 await worker.call("copy", partial(worker.runner.pool.copy_out, session, most, layers))
                 for worker, layers in kept
@@ -157,7 +157,7 @@ class Pipeline:
     def copy_bytes(self, units: Span, length: int) -> int:
         """Return the most bytes of a copy of one row's first `length` positions of `units`; 0 if the model keeps no recurrent
         states, whose sessions are not copied."""
-        if not self.keeps_states:
+        if not self.copies_caches:
             return 0
         return sum(worker.runner.pool.copy_bytes(_layers(worker, units), length) for worker in self.workers)
 

@@ -17,6 +17,7 @@ from tests.tiny import PROMPT
 
 TOKENS = 48
 ALWAYS = 1.0  # of what the answers cost: every session is audited
+SETTLED, MOST_SESSIONS = 3, 30  # sessions in a row over the same node, and sessions until then
 
 Change = Callable[[Tensor], Tensor]
 """What becomes of hidden_BTH, or of logits_BTV, that a node has computed"""
@@ -118,8 +119,15 @@ def results(client: SwarmClient) -> dict[str, float]:
 
 
 async def hop_in_use(swarm: VirtualSwarm, client: SwarmClient, index: int) -> VirtualMember:
-    """The node that this client's sessions go through."""
-    return swarm.member((await client.generate(PROMPT, max_new_tokens=1)).route[index].peer)
+    """Return the node at hop `index` of this client's sessions, once their route has settled: the first ones try machines that were
+    not measured yet. Raises AssertionError if it does not settle."""
+    hops: list[str] = []
+    while len(hops) < SETTLED + 1 or len(set(hops[-SETTLED:])) > 1:
+        assert len(hops) < MOST_SESSIONS, f"the route changed in {MOST_SESSIONS} sessions: {hops}"
+        honest = await client.generate(PROMPT, max_new_tokens=TOKENS)
+        await client.auditor.idle()
+        hops.append(honest.route[index].peer)
+    return swarm.member(hops[-1])
 
 
 async def generate_until_shunned(client: SwarmClient, sessions: int) -> int:

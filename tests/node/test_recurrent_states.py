@@ -20,6 +20,7 @@ from swarmnode.serving import server
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import (
     generate_until_shunned,
+    hop_in_use,
     noise_on_every_tenth,
     results,
     tamper,
@@ -130,13 +131,8 @@ async def test_guesses_and_killed_nodes_do_not_change_the_text(
 async def test_texts_are_audited_and_receipted(served: Founded, tmp_path: Path) -> None:
     """Honest peers pass, false activations are found, and receipts count positions once, whatever was computed again."""
     async with three_by_two(served.into, tmp_path) as (swarm, client):
-        hops: list[str] = []
-        while len(hops) < 4 or len(set(hops[-3:])) > 1:  # the first routes try machines that were not measured yet
-            honest = await client.generate(PROMPT, max_new_tokens=TOKENS)
-            await client.auditor.idle()
-            hops.append(honest.route[0].peer)
+        liar = await hop_in_use(swarm, client, 0)
         assert set(results(client)) == {"passed"}
-        liar = swarm.member(hops[-1])
         tamper(liar, noise_on_every_tenth(5e-4))
         await generate_until_shunned(client, 12)
         assert client.auditor.standing.shunned == {liar.peer}

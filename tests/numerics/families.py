@@ -220,10 +220,13 @@ def causal_config(model_type: str) -> Any:
     if model_type in WHOLE:
         return language_config(CONFIG_MAPPING[model_type](**WHOLE[model_type]))
     config = language_config(CONFIG_MAPPING[model_type]())
-    for name, value in DECODER.items():
+    for name, value in {**DECODER, "causal": True}.items():
         if hasattr(config, name):
             setattr(config, name, value)
     try:
-        return made_small(config)
+        config = made_small(config)
     except (RuntimeError, AttributeError):  # sizes that differ from layer to layer, or a config of several models
         return config
+    if hasattr(config, "num_kv_shared_layers"):  # layers that use keys and values of another one
+        config.num_kv_shared_layers = 2
+    return config

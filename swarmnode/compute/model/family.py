@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,9 +122,16 @@ class Family(ModelTrace):
         first = min(max(start - 1, 0), count)
         return range(first, max(first, min(end - 1, count)))
 
-    def computed_again(self) -> Family | None:
-        """Return the family without caches, whose passes compute all positions again; None if its calls cannot be followed."""
-        found = None if self.calls is not None else trace_again(self.model_class, self.config)
+    @property
+    def computes_again(self) -> bool:
+        """Whether a session keeps the inputs of its positions in place of caches, and each pass computes all of them again."""
+        return self.calls is not None and self.calls.cached is None
+
+    def followed(self, with_cache: bool) -> Family | None:
+        """Return the family with its calls followed: with its caches, or without, so that passes compute all positions again. None
+        if that cannot be done, or is so already."""
+        is_so = self.calls is not None and with_cache == (self.calls.cached is not None)
+        found = None if is_so else trace_again(self.model_class, self.config, with_cache=with_cache)
         return None if found is None else Family(**vars(found), model_class=self.model_class, config=self.config)
 
     def __repr__(self) -> str:
@@ -134,6 +141,13 @@ class Family(ModelTrace):
     def keeps_states(self) -> bool:
         """Whether some layer keeps a recurrent state, which cannot be cut back to an earlier position."""
         return any(self.state_shapes)
+
+    @property
+    def has_whole_copies(self) -> bool:
+        """Whether some layer keeps a recurrent state, and a copy of what some layers keep of a session is all that they need."""
+        calls = self.calls
+        is_own = calls is None or (calls.has_own_caches and not any(map(calls.received, range(len(calls.live)))))
+        return self.keeps_states and is_own
 
     @cached_property
     def snapshots(self) -> int:
@@ -167,10 +181,13 @@ class Family(ModelTrace):
 
     def layer_cache_bytes(self, layer: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes that the KV cache of one layer keeps per token and row; see `cache_bytes_per_token`."""
-        elements = sum(heads * dim for heads, dim in self.cache_shapes[layer])
-        if kv == PLAIN or not elements:
-            return elements * itemsize
-        return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[layer])
+        return shapes_bytes(self.cache_shapes[layer], itemsize, kv)
+
+    def received_bytes(self, first: int, itemsize: int, kv: str = PLAIN) -> dict[int, int]:
+        """Return the bytes per token and row of the caches of earlier layers that layers from `first` on need, by layer; empty if
+        layers use their own caches alone."""
+        received = {} if self.calls is None else self.calls.received(first)
+        return {layer: shapes_bytes(shapes, itemsize, kv) for layer, shapes in received.items()}
 
     def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
         """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
@@ -218,6 +235,14 @@ class Family(ModelTrace):
         return tuple(sorted(units)) if units else tuple(range(self.units))
 
 
+def shapes_bytes(shapes: Iterable[tuple[int, int]], itemsize: int, kv: str) -> int:
+    """Return the bytes per token and row of caches of (heads, dim); see `Family.cache_bytes_per_token`."""
+    elements = sum(heads * dim for heads, dim in shapes)
+    if kv == PLAIN or not elements:
+        return elements * itemsize
+    return elements + KV_SCALE_BYTES * sum(heads for heads, _ in shapes)
+
+
 def own_name(name: str) -> str:
     """Return the name of a tensor in its language model, which may be a part of the model that the checkpoint is of."""
     _, found, rest = name.rpartition("language_model.")
@@ -250,7 +275,7 @@ def family_of(config: Any) -> Family:
             raise CheckpointError(f"{kind} {reason}")
     family = Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
     if other and family.calls is None:
-        again = family.computed_again()
+        again = family.followed(with_cache=True) or family.followed(with_cache=False)
         if again is None:
             raise CheckpointError(
                 f"{kind} has layers of type {', '.join(other)}, whose caches are not known here; choose another model"

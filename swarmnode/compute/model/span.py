@@ -167,8 +167,9 @@ class ModelSpan:
 
     def kv_bytes_per_token(self, kv: str) -> int:
         """Return the bytes of the KV cache of one token of one row in the form `kv`, over all layers of the span."""
-        units = range(self.start, self.end)
-        return sum(self.family.cache_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
+        units, size = range(self.start, self.end), self.dtype.itemsize
+        received = self.family.received_bytes(self.layers_of(self.start, self.end).start, size, kv)
+        return sum(self.family.cache_bytes_per_token(unit, size, kv) for unit in units) + sum(received.values())
 
     def planned_bytes_per_token(self, kv: str) -> int:
         """Return the bytes to plan for a cached token, over all layers of the span; see `Family.planned_bytes_per_token`."""
@@ -251,7 +252,7 @@ class ModelSpan:
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
-        if self.family.calls is not None:
+        if self.family.computes_again:
             return self._compute_again(x, cache, start, end, keep_last, adapters)
         if self.family.keeps_states and cache is not None:
             suit_cache(cache, self.family.model_class)
@@ -259,11 +260,13 @@ class ModelSpan:
             # Nothing looks back over columns: families of this kind expect the new ones alone, and only if one is padding.
             attention_mask = attention_mask[:, -x.shape[1] :]
             attention_mask = None if bool(attention_mask.all()) else attention_mask
-        self.stack.select(layers.start, layers.stop)
+        if self.family.calls is None:
+            self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
         entering_BTH, has_digits = x if start > 0 else None, bool(self.digits) and ids_BT is None
         if has_digits:
             entering_BTH, ids_BT = self.tokens_apart(x, start)
+        sent = x
         if start > 0 and self.width != self.hidden_size:  # a family prepares masks by the shape of hidden states
             x = x.new_zeros(()).expand(*x.shape[:2], self.hidden_size)
         inputs: dict[str, Any] = {
@@ -278,6 +281,11 @@ class ModelSpan:
         if self.has_equal_rows and cache is not None and position_ids is not None:
             positions = position_ids[:, 0].tolist()
         with SameBits() if self.has_same_bits else contextlib.nullcontext(), positions_of_rows(positions):
+            if self.family.calls is not None:
+                inputs = {name: value for name, value in inputs.items() if name not in ("inputs_embeds", "input_ids")}
+                # Layers fill their caches also if no logits are wanted.
+                y: Tensor = self.model.carrier.run(sent, start, end, keep_last or 1, cache, inputs)
+                return y if keep_last or end < self.family.units else self.empty_logits(len(x))
             if end < self.family.units or keep_last == 0:
                 # Modules behind the layers get no positions, if the family allows that.
                 none = 0 if self.family.narrows else -1

@@ -109,23 +109,35 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
         if again is not None and (found is None or not (again.calls and again.calls.is_plain(config.hidden_size))):
-            found = again
+            found = trace_again(model_class, config, with_cache=True) or again
         if found is None:
             raise CheckpointError(str(first_error)) from first_error
         _traces[key] = found
     return _traces[key]
 
 
-def trace_again(model_class: type[Any], config: Any, model: Any = None) -> ModelTrace | None:
-    """Return the anatomy of a `model` on the meta device (None: it is built) that keeps the inputs of each call's positions in
-    place of caches; None if its calls cannot be followed."""
+def trace_again(
+    model_class: type[Any], config: Any, model: Any = None, *, with_cache: bool = False
+) -> ModelTrace | None:
+    """Return the anatomy of a `model` on the meta device (None: it is built) whose calls are followed: with the family's caches, or
+    with the inputs of each call's positions in their place. None if that cannot be done."""
+    recorder = _Recorder(has_mask=False) if with_cache else None
     try:
         model = build_on_meta(model_class, config) if model is None else model
-        calls = trace_calls(model)
+        calls = trace_calls(model, recorder, **({} if recorder is None else {CACHE_ARGUMENT: recorder}))
     except (CallsUnknown, CheckpointError, *FOREIGN_ERRORS):
         return None
     count = len(calls.layers)
     names = {id(module): name for name, module in model.named_modules()}
+    kept: Any = [(((1, calls.width),), (), ())] * count
+    if recorder is not None and calls.cached is not None:
+        kept = [
+            tuple(tuple(each for part in parts for each in part) for parts in zip(*some, strict=True))
+            if some
+            else ((), (), ())
+            for some in ([recorder.kept_by(layer) for layer in sorted(layers)] for layers in calls.cached)
+        ]
+    shapes, states, keys = zip(*kept, strict=True)
     return ModelTrace(
         stack_name=calls.layers[0][0].rpartition(".")[0],
         input_embedding=names[id(model.get_input_embeddings())],
@@ -134,10 +146,10 @@ def trace_again(model_class: type[Any], config: Any, model: Any = None) -> Model
         tied=bool(getattr(config, "tie_word_embeddings", False) and model.all_tied_weights_keys),
         tuple_length=0,
         narrows=False,
-        cache_shapes=(((1, calls.width),),) * count,
-        state_shapes=((),) * count,
+        cache_shapes=shapes,
+        state_shapes=states,
         calls=calls,
-        state_keys=((),) * count,
+        state_keys=keys,
     )
 
 
@@ -446,6 +458,7 @@ class _Recorder(StateCache, Cache):
         self.states = PassStates()
         self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+        self.places: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self.tuple_length = 0
         self.kept: dict[int, tuple[tuple[Any, ...], ...]] = {}  # by layer; see `kept_by`
         self.seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]] = {}
@@ -453,7 +466,13 @@ class _Recorder(StateCache, Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
+        for index, states in enumerate((key_states, value_states)):
+            self.places.setdefault(id(states), (states, (layer_idx, index)))
         return key_states, value_states
+
+    def filled(self) -> frozenset[int]:
+        """Return the numbers of the layers that keep something; an indexer's keys count as their layer's."""
+        return frozenset(max(layer, ~layer) for layer in (*self.shapes, *(layer for layer, _ in self.states.changed)))
 
     def kept_by(self, layer: int) -> tuple[tuple[Any, ...], ...]:
         """Return what a layer that ran keeps: (heads, dim) of its tensors per token, the shapes of one row's states, their keys."""

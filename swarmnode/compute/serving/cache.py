@@ -475,20 +475,21 @@ class CachePool:
     def _count_row_bytes(self, layers: range, columns: int) -> int:
         """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
         kept = largest = 0
-        if (
-            calls := self.span.family.calls
-        ) is not None:  # the inputs of the first layer are kept, and copied as a whole
-            return 2 * columns * max(calls.width * self.span.dtype.itemsize, ID_BYTES)
-        for layer in layers:
-            window, size = self.windows.get(layer), self.span.dtype.itemsize
+        family, size = self.span.family, self.span.dtype.itemsize
+        if family.computes_again:  # the inputs of the first layer are kept, and copied as a whole
+            return 2 * columns * max(family.width * size, ID_BYTES)
+        stored, plain = (
+            {layer: family.layer_cache_bytes(layer, size, kv) for layer in layers}
+            | family.received_bytes(layers.start, size, kv)
+            for kv in (self.kv, PLAIN)
+        )
+        for layer, token_bytes in stored.items():
+            window = self.windows.get(layer)
             held = columns if window is None else min(columns, window.columns)
-            own = plain = held * self.span.family.layer_cache_bytes(layer, size, self.kv)
-            if self.kv != PLAIN:
-                plain = held * self.span.family.layer_cache_bytes(layer, size, PLAIN)
-            own += self.span.family.state_copies * self.span.family.layer_state_bytes(layer, size)
-            kept, largest = kept + own, max(largest, plain)
-        if any(self.span.family.state_shapes[layer] for layer in layers):
-            kept += KEPT_INPUTS * self.span.hidden_size * self.span.dtype.itemsize
+            kept, largest = kept + held * token_bytes, max(largest, held * plain[layer])
+        kept += family.state_copies * sum(family.layer_state_bytes(layer, size) for layer in layers)
+        if any(family.state_shapes[layer] for layer in layers):
+            kept += KEPT_INPUTS * self.span.width * size
         return kept + largest
 
 

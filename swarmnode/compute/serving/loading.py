@@ -132,20 +132,20 @@ def check_family(family: Family) -> Family:
         return _passed[key][0] or family
     name, problem = family.model_class.__name__, ""
     with tried(family) as tiny:
-        again = None if tiny.calls is not None else tiny.computed_again()
-        ways = [
-            (tiny, False),
-            *([(tiny, True)] if family.keeps_states else []),
-            *([] if again is None else [(again, False)]),
-        ]
-        for way, singly in ways:
+        ways: list[tuple[bool | None, bool]] = [(None, False), (True, False), (False, False)]
+        if family.keeps_states:
+            ways.insert(1, (None, True))
+        for with_cache, singly in ways:
+            way = tiny if with_cache is None else tiny.followed(with_cache)
+            if way is None or (tiny.computes_again and with_cache):
+                continue
             try:
                 error = _largest_difference(way, singly)
             except (SwarmnodeError, *FOREIGN_ERRORS) as failure:
                 problem = problem or f"could not be tried on a tiny model: {failure}"
                 continue
             if error < TOLERANCE:
-                chosen = family.computed_again() if way is again else None
+                chosen = None if with_cache is None else family.followed(with_cache)
                 _passed[key] = chosen, singly
                 return chosen or family
             problem = problem or f"cannot be split: a tiny model in spans differs from the whole by {error:.1%}"

@@ -119,12 +119,13 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self._goes_alone = span.family.calls is not None
+        self._goes_alone, calls = span.family.computes_again, span.family.calls
+        sees_all = calls is not None and not calls.has_own_caches
         self.pool = CachePool(
             span,
             config.cache_bytes,
             ledger,
-            windows={} if self._goes_alone else config.windows,  # inputs are kept as they are, and all of them
+            windows={} if sees_all else config.windows,  # windows are known by the layers' own numbers
             kv=PLAIN if self._goes_alone else config.kv,
         )
         self._longest_pass = min(
@@ -136,7 +137,7 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        is_whole = self._goes_alone or span.family.keeps_states
+        is_whole = calls is not None or span.family.keeps_states
         # A recorded step reads whole buffers of columns, whose number equal bits of plain products depend on.
         is_captured = (
             config.capture and not is_whole and span.device.type in ("cuda", "cpu") and not span.has_equal_rows
