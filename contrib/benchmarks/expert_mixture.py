@@ -99,9 +99,9 @@ def padded_experts(self: Any, x_NH: Tensor, index_NK: Tensor, weights_NK: Tensor
     within_R = torch.arange(len(chosen_R)) - (counts_E.cumsum(0) - counts_E)[chosen_R]
     places_R, rows_R = chosen_R * capacity + within_R, order_R // index_NK.shape[1]
     given = torch.zeros(EXPERTS * capacity, x_NH.shape[1], dtype=torch.bfloat16)
-    given = given.index_copy(0, places_R, x_NH.bfloat16()[rows_R]).view(EXPERTS, capacity, -1)
+    given = given.index_copy(0, places_R, x_NH.bfloat16().index_select(0, rows_R)).view(EXPERTS, capacity, -1)
     hidden = self._apply_gate(given @ self.gate_up_proj.bfloat16().transpose(1, 2))
-    found_RH = (hidden @ self.down_proj.bfloat16().transpose(1, 2)).flatten(0, 1)[places_R].float()
+    found_RH = (hidden @ self.down_proj.bfloat16().transpose(1, 2)).flatten(0, 1).index_select(0, places_R).float()
     return torch.zeros_like(x_NH).index_add(0, rows_R, found_RH * weights_NK.flatten()[order_R, None])
 
 
