@@ -104,6 +104,19 @@ def expert_tier(
     return tier, with_slots(slots)
 
 
+def on_one_machine(
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, read_bytes_per_s: float
+) -> dict[str, object] | None:
+    """Return the figures and the sentence on one machine that holds all layers with experts on its disk, and reads its memory at
+    `read_bytes_per_s`; None if there is no such tier, see `whole_model_tier`."""
+    tier = whole_model_tier(checkpoint, sizes, limit_bytes, cache_tokens)
+    if tier is None:
+        return None
+    speed = 1 / tier.token_s(read_bytes_per_s)
+    says = f"{tier}, about {speed:.2g} tokens/s with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
+    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": says}
+
+
 def whole_model_tier(
     checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int
 ) -> ExpertTier | None:
