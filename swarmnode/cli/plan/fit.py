@@ -321,7 +321,7 @@ def _rows(
 
     from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.capacity import most_anywhere
-    from swarmnode.compute.capacity.expert_tiers import on_one_machine
+    from swarmnode.compute.capacity.expert_tiers import disk_advice, on_one_machine
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
@@ -340,6 +340,8 @@ def _rows(
     for precision, sizes in _optimizers(source) if kv is None else _precisions(source, device, kv):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
         fitting = most_anywhere(sizes, room_bytes, 0 if trains else CACHE_TOKENS)
+        if isinstance(source, Checkpoint) and not trains and device.kind == "cpu":
+            advice = advice or disk_advice(source, sizes, room_bytes, CACHE_TOKENS, len(sizes.weight_bytes))
         fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
         yield {
             "model": model,
