@@ -2,14 +2,17 @@
 
     python contrib/benchmarks/expert_mixture.py train FOLDER
     python contrib/benchmarks/expert_mixture.py routes FOLDER
-    python contrib/benchmarks/expert_tiers.py FOLDER [--slots 8] [--rounds 5] [--tokens 32] [--long]
+    python contrib/benchmarks/expert_tiers.py FOLDER [--slots 8] [--rounds 5] [--tokens 32] [--layers 24] [--long]
 
-The routes of a trained mixture (`expert_mixture.py`) are imposed on a random model of about 2 GB in Q4_K: 24 layers of 32 experts
-of 2.7 MB, 4 of them active. Layer l takes the routes of layer l modulo 8, further on in the text for each eight layers. One thread.
+The routes of a trained mixture (`expert_mixture.py`) are imposed on a random model of about 2 GB in Q4_K: 24 layers (`--layers`)
+of 32 experts of 2.7 MB, 4 of them active. Layer l takes the routes of layer l modulo 8, further on in the text for each eight
+layers. One thread.
 
     decode   a step of one session: seconds with all experts in memory and with slots, bytes that were read, speed of the disk with
              reads past the page cache of the same pieces in the same round, and the bound: the larger of computing with all
              experts in memory and the missed bytes at the disk's speed. `of_bound` is the bound / measured, a median of rounds.
+             `willneed_s` is a step with the same slots whose missing experts come through the page cache: WILLNEED as soon as the
+             router has spoken, then a read of the pages, which are dropped. `of_willneed` is that / measured.
     prompt   512 tokens: with slots / with all experts in memory.
     long     (--long) speed after 4,000 tokens / after 200.
 """
@@ -22,7 +25,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,13 @@ from experts import Mixture, write_mixture
 from packed import packed_folder
 from torch import Tensor
 
-from swarmnode.compute.expert_slots import ExpertSlots
+from swarmnode.compute.expert_slots import ByteRange, ExpertSlots
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 
-MIXTURE, LAYERS, FORM = Mixture(experts=32, inner=1536, used=4), 24, "Q4_K"
+MIXTURE, FORM = Mixture(experts=32, inner=1536, used=4), "Q4_K"
 PROMPT, LONG = 512, 4000
-CGROUP = Path("/sys/fs/cgroup/memory/swarmnode-experts")
 
 
 class Routed:
@@ -85,10 +87,14 @@ class Routed:
         """Compute some tokens one by one. Returns the seconds of the median token."""
         return statistics.median(self.run(1, at=at + number) for number in range(tokens))
 
+    def mean_step(self, tokens: int, *, at: int) -> float:
+        """Compute some tokens one by one. Returns the mean seconds of a token: what waits for the disk counts."""
+        return sum(self.run(1, at=at + number) for number in range(tokens)) / tokens
+
 
 def disk_speed(slots: ExpertSlots, experts: int) -> float:
     """Return the bytes per second that the same workers read with the same pieces, of experts in a random order, into nothing."""
-    places = [slots.layers[number % LAYERS]._places for number in torch.randperm(experts).tolist()]
+    places = [slots.layers[number % len(slots.layers)]._places for number in torch.randperm(experts).tolist()]
     reader = ExpertSlots(
         [[places[number][(number * 7) % MIXTURE.experts] for number in range(experts)]], experts, lambda *_: None
     )
@@ -99,23 +105,39 @@ def disk_speed(slots: ExpertSlots, experts: int) -> float:
     return reader.read_bytes / taken_s
 
 
+def read_by_willneed(slots: ExpertSlots) -> None:
+    """Let slots read through the page cache: the kernel is told of all missing experts at once, and one worker copies pages."""
+    for file in slots._files.values():
+        file.close()
+        file.number, file._is_direct = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC), False
+    put, slots._workers = slots._put, 1
+
+    def told(read: Any, places: Sequence[ByteRange]) -> None:
+        for place in places:
+            number, size = slots._files[place.file].number, place.end - place.begin
+            os.posix_fadvise(number, place.begin, size, os.POSIX_FADV_WILLNEED)
+        put(read, places)
+
+    slots._put = told  # type: ignore[method-assign]
+
+
 def compare(checkpoint: Checkpoint, routes_NLK: Tensor, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of one process."""
-    memory, disk = Routed(checkpoint, routes_NLK, 0), Routed(checkpoint, routes_NLK, options.slots)
-    slots = disk.span.experts_on_disk
-    assert slots is not None
-    disk.run(PROMPT, at=0)
-    memory.run(PROMPT, at=0)
+    memory, disk, cached = (Routed(checkpoint, routes_NLK, count) for count in (0, options.slots, options.slots))
+    slots, other = disk.span.experts_on_disk, cached.span.experts_on_disk
+    assert slots is not None and other is not None
+    read_by_willneed(other)
+    for each in (memory, disk, cached):
+        each.run(PROMPT, at=0)
     turns: list[dict[str, float]] = []
     for number in range(options.rounds + 1):
         at = PROMPT + number * options.tokens
         computing_s = memory.decode(options.tokens, at=at)
         hits, reads, size = slots.hits, slots.reads, slots.read_bytes
-        began_s, cpu_s = time.perf_counter(), time.process_time()
-        for token in range(options.tokens):
-            disk.run(1, at=at + token)
-        taken_s = (time.perf_counter() - began_s) / options.tokens
+        cpu_s = time.process_time()
+        taken_s = disk.mean_step(options.tokens, at=at)
         cpu_s = (time.process_time() - cpu_s) / options.tokens
+        willneed_s = cached.mean_step(options.tokens, at=at)
         missed = (slots.read_bytes - size) / options.tokens
         speed = disk_speed(slots, 96)
         hits, reads = slots.hits - hits, slots.reads - reads
@@ -124,12 +146,14 @@ def compare(checkpoint: Checkpoint, routes_NLK: Tensor, options: argparse.Namesp
             {
                 "memory_s": computing_s,
                 "slots_s": taken_s,
+                "willneed_s": willneed_s,
                 "cpu_s": cpu_s,
                 "missed_MB": missed / 1e6,
                 "disk_MB_per_s": speed / 1e6,
                 "hits": hits / (hits + reads),
                 "of_bound": bound_s / taken_s,
                 "of_sum": (computing_s + missed / speed) / taken_s,
+                "of_willneed": willneed_s / taken_s,
             }
         )
     yield {"row": "decode", "slots": options.slots, **medians(turns[1:])}
@@ -163,6 +187,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=MIXTURE.experts // 4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--model", type=Path, help="GGUF file, which is written if it is not there")
     options = parser.parse_args()
@@ -171,7 +196,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         file = options.model or Path(place) / "mixture.gguf"
         if not file.exists():
-            write_mixture(file, MIXTURE, FORM, layers=LAYERS)
+            write_mixture(file, MIXTURE, FORM, layers=options.layers)
         checkpoint = Checkpoint(packed_folder(file, file.parent))
         for row in compare(checkpoint, routes_NLK, options):
             print(json.dumps(row), flush=True)

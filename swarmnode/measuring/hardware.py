@@ -25,7 +25,7 @@ from swarmnode.compute.capacity.capacity import (
     unit_sizes,
     units_that_fit,
 )
-from swarmnode.compute.capacity.expert_tiers import ExpertTier, expert_tier
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, disk_advice, expert_tier
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
@@ -159,8 +159,12 @@ class Hardware:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
         narrow = not isinstance(checkpoint, GraphCheckpoint) and checkpoint.family.bottleneck is not None
         found: tuple[ExpertTier, UnitSizes] | None = None
-        if isinstance(checkpoint, Checkpoint) and not trains and products != PLAIN and config.expert_disk == AUTO:
-            found = _expert_tier(checkpoint, sizes, lent, config, needed_units)
+        if isinstance(checkpoint, Checkpoint) and not trains and config.expert_disk == AUTO:
+            needed = len(sizes.weight_bytes) if needed_units is None else needed_units
+            room = lent[0].memory_bytes, config.cache_tokens, needed
+            if len(devices) == 1 and devices[0].kind == "cpu":
+                found = expert_tier(checkpoint, sizes, *room) if products != PLAIN else None
+                advice = advice or disk_advice(checkpoint, sizes, *room)
         tier, sizes = found or (None, sizes)
         hardware = cls(
             lent,
@@ -392,16 +396,6 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     for device in devices:
         _lent_bytes(device, config)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
-
-
-def _expert_tier(
-    checkpoint: Checkpoint, sizes: UnitSizes, lent: Sequence[LentDevice], config: StageConfig, needed_units: int | None
-) -> tuple[ExpertTier, UnitSizes] | None:
-    """Return how many experts lie in memory, and the sizes of the units with them; None if all do, or cards compute."""
-    if len(lent) != 1 or lent[0].device.kind != "cpu":
-        return None
-    needed = len(sizes.weight_bytes) if needed_units is None else needed_units
-    return expert_tier(checkpoint, sizes, lent[0].memory_bytes, config.cache_tokens, needed)
 
 
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:

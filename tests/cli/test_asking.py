@@ -25,12 +25,12 @@ from swarmnode.compute.device import Device
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing import ggml
 from swarmnode.compute.packing.ggml import library
-from swarmnode.config import StageConfig
+from swarmnode.config import StageConfig, parse_bytes
 from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.links.link_config import PeerVersions
 from swarmnode.measuring.bandwidth import Bandwidth
-from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
+from swarmnode.measuring.hardware import MEMORY_SHARE, Hardware, packed_advice
 from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.plan.cost import fit
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, Manifest, ModelInfo
@@ -167,6 +167,22 @@ def test_a_mixture_for_several_machines_is_told_about_groups(tmp_path: Path) -> 
     assert group["group_s"] > 6 * 2 * 0.005 > group["pipeline_s"], "two exchanges a layer, each a delay"
     assert "Experts in float32: decoding (1 at once)" in " ".join(invoke(*asked).stdout.split())
     assert json.loads(invoke(*asked[:3], "1GB", *asked[4:], "--json").stdout)[0]["expert_group"] is None
+
+
+def test_a_mixture_of_safetensors_that_does_not_fit_is_told_which_form_may_lie_on_the_disk(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=512, num_hidden_layers=6, num_experts=8,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    asked = ("fit", str(tmp_path), "--device", "cpu", "--json", "--memory")
+    told = {memory: json.loads(invoke(*asked, memory).stdout)[0]["advice"] for memory in ("76MB", "1GB")}
+    assert told["1GB"] == "" and told["76MB"].startswith("Experts of safetensors stay in memory.")
+    checkpoint = Checkpoint(tmp_path)
+    for lent, expected in (("76MB", told["76MB"]), ("1GB", "")):
+        stage = StageConfig(device="cpu", memory_bytes=parse_bytes(lent, ""), cache_tokens=128)
+        assert Hardware.probe(checkpoint, stage).advice == expected
+        assert Hardware.probe(checkpoint, stage, needed_units=1).advice == ""
 
 
 def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from swarmnode.compute import expert_slots
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
+from swarmnode.compute.expert_slots import buffer_bytes
+from swarmnode.config import StageConfig
+from swarmnode.founding.model_source import outline
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.planner_files import Scenario
+from swarmnode.simulate.environment.model import load_model
 from tests.cli.command import assert_clear, invoke, swarmnode
+from tests.compute.model.llama_gguf import save_moe_gguf
+from tests.compute.packing.test_packed_weight import needs_ggml
 from tests.simulate.results.page_parser import ParsedPage
 
 SIZES = ("--activation-gb", "0.2", "--gradient-gb", "0.5")
@@ -166,6 +176,60 @@ def test_whether_experts_should_be_shared_is_told(network: Path, tmp_path: Path)
     assert_clear(invoke(*asked), 2, "9 experts are active in a token, but a layer has 8")
     write(tmp_path / "config.json", **LLAMA)
     assert "expert_groups" not in json.loads(invoke(*asked, "--json").stdout)
+
+
+@needs_ggml
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_mixture_larger_than_a_machines_memory_is_told_as_by_fit(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each figure by arithmetic, also if no machine could train the model. Nothing is said of a machine that holds all experts, or
+    not those of one token."""
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)  # buffers smaller than the tiny model
+    model = tmp_path / "tiny.gguf"
+    save_moe_gguf(model, form="Q8_0", experts=16, width=2, used=2)
+    sizes = unit_sizes(outline(str(model), tmp_path)[0], dtype=torch.float32, keeps_packed=True)  # type: ignore[arg-type]
+    expert_bytes, layer_bytes = 3 * 128 * 256 // 32 * 34, sizes.weight_bytes[1]
+
+    def memory_for(slots: int) -> int:
+        need_bytes = sizes.need_bytes(0, 4, StageConfig().cache_tokens) - 2 * (16 - slots) * expert_bytes
+        return limit_bytes_for(need_bytes) + (buffer_bytes(expert_bytes // 3) if slots < 16 else 0) + 1000
+
+    slots_of = {0: 2, 1: 5, 2: 15, 3: 16, 4: 1}
+    memory_gb = [*(memory_for(slots) / 1e9 for slots in slots_of.values()), *([2] if trains else [])]
+    count = len(memory_gb)
+    network = write(
+        tmp_path / "home.json",
+        devices=count,
+        name="home",
+        region=["room"] * count,
+        delay_ms=np.ones((count, count)).tolist(),
+        bandwidth_gbps=np.ones((count, count)).tolist(),
+        memory_gb=memory_gb,
+        decode_units_per_s=[100] * count,
+    )
+    asked = ("plan", str(network), "--model", str(model), "--stages", "1", "--seconds", "1")
+    if trains:
+        found = {one["device"]: one for one in plan(network, *asked[2:])["experts_on_disk"]}
+        assert {device: one["slots"] for device, one in found.items()} == {0: 2, 1: 5, 2: 15}
+    done = invoke(*asked)
+    assert done.returncode == (0 if trains else 1), done.stderr
+    shown = " ".join((done.stdout + done.stderr).split())
+    assert [int(number) for number in re.findall(r"Machine (\d) alone", shown)] == [0, 1, 2]
+    read_rate = 2 * load_model(model, 1).layer_parameters * 100  # bytes/s of memory, in 16 bits
+    for device in range(3):
+        slots = slots_of[device]
+        used_bytes = 2 * (layer_bytes - (16 - 2) * expert_bytes)
+        missed_bytes = 2 * 2 * (1 - (slots / 16) ** 0.5) * expert_bytes
+        says = (
+            f"2 layers of {layer_bytes / 1e6:.1f} MB: memory for {slots} of 16 experts a layer, about "
+            f"{round(10 * (slots / 16) ** 0.5)} of 10 found there"
+        )
+        speed = 1 / (used_bytes / read_rate + missed_bytes / 1e9)
+        assert f"Machine {device} alone, serving, packed: {says}, about {speed:.2g} tokens/s with a disk of 1" in shown
+        memory = f"{memory_for(slots) / 1e6:.3f}MB"
+        row = json.loads(invoke("fit", str(model), "--memory", memory, "--device", "cpu", "--json").stdout)[0]
+        assert row["experts"]["says"].startswith(says)
 
 
 def test_holders_are_weighed_by_the_model_alone(network: Path) -> None:

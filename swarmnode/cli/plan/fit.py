@@ -318,6 +318,7 @@ def _rows(
 
     from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.capacity import most_anywhere
+    from swarmnode.compute.capacity.expert_tiers import disk_advice, on_one_machine
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
@@ -336,6 +337,8 @@ def _rows(
     for precision, sizes in _optimizers(source) if kv is None else _precisions(source, device, kv):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
         fitting = most_anywhere(sizes, room_bytes, 0 if trains else CACHE_TOKENS)
+        if isinstance(source, Checkpoint) and not trains and device.kind == "cpu":
+            advice = advice or disk_advice(source, sizes, room_bytes, CACHE_TOKENS, len(sizes.weight_bytes))
         fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
         yield {
             "model": model,
@@ -349,28 +352,14 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
-            "experts": _experts(source, sizes, room_bytes, rate)
-            if precision == PACKED and device.kind == "cpu"
+            "experts": on_one_machine(source, sizes, room_bytes, CACHE_TOKENS, rate)
+            if precision == PACKED and device.kind == "cpu" and isinstance(source, Checkpoint)
             else None,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
             "between_stages": _between_stages(source)
             if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
             else None,
         }
-
-
-def _experts(source: Checkpoint | Graph, sizes: UnitSizes, room_bytes: int, rate: float) -> dict[str, object] | None:
-    """Return what one machine does that keeps experts on its disk, and how fast; None if it need not, or does not hold the model so
-    either."""
-    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S, whole_model_tier
-    from swarmnode.compute.model.checkpoint import Checkpoint
-
-    tier = whole_model_tier(source, sizes, room_bytes, CACHE_TOKENS) if isinstance(source, Checkpoint) else None
-    if tier is None:
-        return None
-    speed = 1 / tier.token_s(rate)
-    disk = f"with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
-    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, about {speed:.2g} tokens/s {disk}"}
 
 
 def _expert_group(
@@ -380,6 +369,7 @@ def _expert_group(
 
     Returns None unless the model is a mixture that needs several machines. Raises UsageError if its config contradicts itself.
     """
+    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.plan.expert_groups import (
         MESSAGE_S,
@@ -391,7 +381,6 @@ def _expert_group(
         compare,
     )
     from swarmnode.simulate.environment.model import Model
-    from swarmnode.simulate.environment.peers import DISK_BYTES_PER_S
 
     if not isinstance(source, Checkpoint) or fitted is None or fitted.machines < 2:
         return None

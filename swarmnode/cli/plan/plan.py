@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarmnode.cli.options.file_options import output_path, write_output
-from swarmnode.errors import UsageError
+from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option, path_option
 from swarmnode.terminal.progress import Effort
@@ -99,27 +99,33 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
     from swarmnode.plan.expert_groups import GroupWork, WorkKind
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.model import load_model
-    from swarmnode.simulate.environment.peers import compare_expert_groups
+    from swarmnode.simulate.environment.peers import compare_expert_groups, experts_on_disks
     from swarmnode.terminal.plan_view import describe_span, hosting_summary, hosting_table
 
-    network = _with_cards(network, options.gpu)
     model = load_model(options.source, options.batch)
+    alone = experts_on_disks(network, model)
+    told = [f"Machine {one['device']} alone, serving, packed: {one['says']}." for one in alone]
+    network = _with_cards(network, options.gpu)
     workload, hardware = _workload(model, options), _hardware(network, model, options)
     holders = shape.holders or HOLDERS
     effort.begin()
     planner = Planner(network, hardware, workload, seed=effort.seed, expired=effort.expired)
     with effort.progress() as progress:
-        hosting = planner.plan(
-            stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
-        )
+        try:
+            hosting = planner.plan(
+                stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
+            )
+        except LocalError as error:  # a model that is too large to train here may still be served
+            raise LocalError(" ".join((f"{error}{'.' if told else ''}", *told))) from error
     summary = hosting_summary(network, model, workload, hosting, holders, effort.elapsed_s)
+    summary |= {"experts_on_disk": alone} if alone else {}
     works = (
         GroupWork(WorkKind.TRAINING, options.microbatches, options.tokens_for(model)),
         GroupWork(WorkKind.PROMPTS, 1, options.sequence),
         GroupWork(WorkKind.DECODING, 1),
     )
     groups = compare_expert_groups(network, model, works, DTYPE_BYTES[options.dtype])
-    advice = [f"Experts: {group}." for group in groups]
+    advice = [*(f"Experts: {group}." for group in groups), *told]
     if form := _form(network, model, options, hosting):
         summary = {**summary, "between_stages": form}
         advice.append(f"Between stages: {form} reaches a loss soonest over the slowest line (docs/training.md).")

@@ -104,6 +104,36 @@ def expert_tier(
     return tier, with_slots(slots)
 
 
+def disk_advice(
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, needed_units: int
+) -> str:
+    """Return which form of its weights lets a mixture lie on the disk; empty if `needed_units` layers fit into `limit_bytes`, for a
+    mixture in a GGUF file, and for a model without experts.
+
+    Matrices of quantised safetensors are rewritten when they are loaded, from several tensors each, so no slot can be filled from
+    the bytes of their file.
+    """
+    is_gguf = any(entry.is_gguf for entry in checkpoint.entries.values())
+    fits = most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units
+    if is_gguf or fits or not active_experts(checkpoint.config):
+        return ""
+    plain = "its plain weights" if checkpoint.quantised is not None else "it"
+    return f"Experts of safetensors stay in memory. Those that `swarmnode quantize` writes from {plain} may lie on the disk."
+
+
+def on_one_machine(
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, read_bytes_per_s: float
+) -> dict[str, object] | None:
+    """Return the figures and the sentence on one machine that holds all layers with experts on its disk, and reads its memory at
+    `read_bytes_per_s`; None if there is no such tier, see `whole_model_tier`."""
+    tier = whole_model_tier(checkpoint, sizes, limit_bytes, cache_tokens)
+    if tier is None:
+        return None
+    speed = 1 / tier.token_s(read_bytes_per_s)
+    says = f"{tier}, about {speed:.2g} tokens/s with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
+    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": says}
+
+
 def whole_model_tier(
     checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int
 ) -> ExpertTier | None:

@@ -359,6 +359,15 @@ class GgmlMatrix:
         return y_RO
 
 
+def by_expert(x: Tensor, index_NK: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+    """Return the rows of x, (N, I) or (N K, I), that choose each expert, by its number, and the place of each choice among them."""
+    chosen_S = index_NK.reshape(-1)
+    order_S = chosen_S.argsort(stable=True)
+    numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
+    x_SI = x[order_S if len(x) == len(order_S) else order_S // index_NK.shape[1]]
+    return dict(zip(numbers, x_SI.split(counts), strict=True)), order_S.argsort()
+
+
 class _ChosenProduct(Prepared):
     """Products of R rows of activations, each with the first two of a stack's matrices, of which the first O rows count."""
 
@@ -414,16 +423,9 @@ class GgmlStack:
 
     def multiply(self, x: Tensor, index_NK: Tensor) -> Tensor:
         """Return the products (N, K, O) of rows x (N, I), or (N K, I), with the matrices that they choose, by expert."""
-        chosen_S = index_NK.reshape(-1)
-        order_S = chosen_S.argsort(stable=True)
-        numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
-        x_RI = x.reshape(-1, self.inputs)
-        x_SI = x_RI[order_S if len(x_RI) == len(order_S) else order_S // index_NK.shape[1]]
-        y_SO = torch.empty(len(order_S), self.outputs)
-        y_SO[order_S] = torch.cat(
-            [self._alive[number].multiply(rows) for number, rows in zip(numbers, x_SI.split(counts), strict=True)]
-        )
-        return y_SO.view(*index_NK.shape, self.outputs)
+        rows, back_S = by_expert(x.reshape(-1, self.inputs), index_NK)
+        y_SO = torch.cat([self._alive[number].multiply(x_RI) for number, x_RI in rows.items()])
+        return y_SO[back_S].view(*index_NK.shape, self.outputs)
 
     def rows_at_once(self) -> int:
         """Return the most rows that a product may take without another row's bits changing. This is tried once for each kind.

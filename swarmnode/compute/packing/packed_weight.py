@@ -21,7 +21,7 @@ from swarmnode.compute.device import trim_heap
 from swarmnode.compute.expert_slots import ByteRange, ExpertSlots, LayerSlots
 from swarmnode.compute.packing.card_matrix import CardMatrix
 from swarmnode.compute.packing.ggml import ALIGNMENT, FORMATS, aligned, check_finite
-from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack
+from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack, by_expert
 from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
 
@@ -314,14 +314,11 @@ def results_of_choices(
     """Return the results (N K, H) of the experts that each row of `top_k_index` (N, K) chooses; `activate` is what is between an
     expert's products. Experts in memory are computed while others are read. The order has no influence on a bit."""
     first, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
-    chosen_S = top_k_index.reshape(-1)
-    order_S = chosen_S.argsort(stable=True)
-    numbers, counts = (each.tolist() for each in chosen_S[order_S].unique_consecutive(return_counts=True))
-    inputs = dict(zip(numbers, hidden_states[order_S // top_k_index.shape[1]].split(counts), strict=True))
+    inputs, back_S = by_expert(hidden_states, top_k_index)
     on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
-    visits: Iterator[tuple[int, int]] = ((number, -1) for number in numbers)
+    visits: Iterator[tuple[int, int]] = ((number, -1) for number in inputs)
     if on_disk is not None:
-        visits = on_disk.layer.visit(dict(zip(numbers, counts, strict=True)), top_k_index.shape[1])
+        visits = on_disk.layer.visit({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
     outputs: dict[int, Tensor] = {}
     for number, slot in visits:
         matrix, down_matrix = (
@@ -332,7 +329,7 @@ def results_of_choices(
             x = x + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[number]
         x = _times(activate(x), down_matrix, is_transposed=self.is_transposed)
         outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
-    return torch.cat([outputs[number] for number in numbers])[order_S.argsort()]
+    return torch.cat([outputs[number] for number in inputs])[back_S]
 
 
 def sum_of_choices(experts: Any, results_SH: Tensor, weights_NK: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.capacity.capacity import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
+from swarmnode.compute.capacity.expert_tiers import active_experts
 from swarmnode.errors import UsageError
 from swarmnode.plan.expert_groups import ExpertMixture
 from swarmnode.plan.view import Span
@@ -24,6 +25,7 @@ from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 
 if TYPE_CHECKING:
     from swarmnode.compute.graph.graph import Graph
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
@@ -43,6 +45,7 @@ class Model:
     `packed_bytes` are those of each unit's weights if the model's files have them packed, else empty; simulated nodes that serve
     keep them packed, too. `wide` is the hidden size inside units if a bottleneck makes the values between them narrower, else 0.
     `layer_ends` has for each unit the end of the numbers of its layers; it is empty for a graph.
+    `packed` is the checkpoint of such files, else None.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Model:
     routed: tuple[int, ...] = ()
     experts: int = 0
     active_experts: int = 0
+    packed: Checkpoint | None = field(default=None, repr=False, compare=False)
     wide: int = 0
     layer_ends: tuple[int, ...] = ()
 
@@ -88,7 +92,7 @@ class Model:
             assert isinstance(checkpoint, Checkpoint)  # packed weights are those of language models
             model = cls.of_config(checkpoint.config, path.name.removesuffix(GGUF_SUFFIX))
             sizes = unit_sizes(checkpoint, dtype=checkpoint.dtype, keeps_packed=True)
-        return replace(model, packed_bytes=sizes.weight_bytes)
+        return replace(model, packed_bytes=sizes.weight_bytes, packed=checkpoint)
 
     @classmethod
     def of_config(cls, config: Any, name: str) -> Model:
@@ -253,15 +257,12 @@ def _count(family: Any) -> tuple[list[int], list[int], int]:
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def _experts(config: Any) -> tuple[int, int]:
     """Return the experts of a layer and those that a token uses, all of them if the config does not say; 0 without any."""
-    experts, active = (
-        next(filter(None, (getattr(config, name, None) for name in names)), None) for names in (EXPERTS, ACTIVE_EXPERTS)
-    )
-    return (int(experts), int(active or experts)) if experts else (0, 0)
+    experts = next(filter(None, (getattr(config, name, None) for name in EXPERTS)), None)
+    return (int(experts), active_experts(config) or int(experts)) if experts else (0, 0)
 
 
 FLOAT_BYTES = 4

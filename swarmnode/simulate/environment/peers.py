@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from swarmnode.compute.capacity.capacity import usable_bytes
+from swarmnode.compute.capacity.capacity import unit_sizes, usable_bytes
+from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S, on_one_machine
 from swarmnode.compute.stopwatch import Throttle
+from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
@@ -162,7 +164,6 @@ def _graph_roofline(model: GraphModel, flops: float, bytes_per_s: float) -> tupl
 
 
 HOST_BYTES_PER_S = 12e9  # of experts that a card reads from the host's memory, on PCIe 4.0 x16
-DISK_BYTES_PER_S = 2e9  # of experts that a processor reads from an NVMe disk
 MANY_TOKENS = 4096  # in a pass that arithmetic alone limits
 
 
@@ -182,13 +183,34 @@ def compare_expert_groups(
         given = scenario.decode_units_per_s[index] if scenario.decode_units_per_s else None
         flops = FLOPS_PER_PARAMETER * model.layer_parameters * MANY_TOKENS / device.prompt_layer_s(MANY_TOKENS)
         memory = usable_bytes(device.memory_bytes)
-        reads = WEIGHT_BYTES * model.layer_parameters / device.decode_layer_s(1)
+        reads = read_rate(device, model)
         if known and given is None:  # without the least time of a pass, which a group has in each member
             reads = known.memory_bytes_per_s * BANDWIDTH_SHARE
         spill, pass_s = (HOST_BYTES_PER_S, PASS_S) if known else (DISK_BYTES_PER_S, 0.0)
         machines.append(GroupMachine(flops, reads, memory, spill, pass_s))
     mixture = replace(mixture, value_bytes=value_bytes)
     return [compare_nearest(mixture, machines, scenario.delay_s, scenario.bandwidth_bps, work) for work in works]
+
+
+def read_rate(device: SimulatedDevice, model: Model) -> float:
+    """Return the bytes of memory per second that the device reads in a decode step."""
+    return WEIGHT_BYTES * model.layer_parameters / device.decode_layer_s(1)
+
+
+def experts_on_disks(scenario: Scenario, model: Model) -> list[dict[str, object]]:
+    """Return what each machine without a card does that serves a packed mixture alone with experts on its disk, as `fit` says it,
+    with its number as `device`. Machines that hold the model whole, or not even so, are left out."""
+    if model.packed is None or not model.experts:
+        return []
+    import torch
+
+    sizes, found = unit_sizes(model.packed, dtype=torch.float32, keeps_packed=True), []
+    for index in range(scenario.devices):
+        if scenario.gpus[index] is None and (limit_bytes := scenario.memory_bytes[index]) is not None:
+            rate = read_rate(device_of(scenario, index, model), model)
+            facts = on_one_machine(model.packed, sizes, limit_bytes, StageConfig().cache_tokens, rate)
+            found += [{"device": index, **facts}] if facts else []
+    return found
 
 
 NOTHING = Span(0, 0)
