@@ -75,6 +75,7 @@ class PassCost:
 STALL = 1.5  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
 UNDISTURBED = 10.0  # times a step
 SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter chunks are mostly overhead: USUAL_CHUNK if no step waits
+LEAST_BESIDE = 2  # positions of a chunk beside steps: passes of one position alone never tell what a second one costs
 RECENT_PASSES = 16  # a session without a step in all of these is too slow to notice a whole chunk
 SLOWDOWN = 1.5  # of a pass, by the owners with the most sessions or time
 ALLOWED_POSITIONS = 512  # about a prompt: the lead of an owner that still counts as equal
@@ -251,13 +252,13 @@ class PassScheduler:
         self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
-        if prompts:  # not so many positions that decoding sessions wait too long
-            if self._stepped_at:
-                most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
-            else:
-                most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
-            return self._chunks(prompts, int(min(most, self._longest_chunk)))
-        return self._chunks(held_back[:1], SHORTEST_CHUNK) if held_back else {}
+        if self._stepped_at:  # not so many positions that decoding sessions wait too long
+            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), LEAST_BESIDE)
+        else:
+            most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
+        if not prompts:
+            prompts, most = held_back[:1], min(most, SHORTEST_CHUNK)
+        return self._chunks(prompts, int(min(most, self._longest_chunk))) if prompts else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
         """Record that a pass begins with `counts` positions by session, which may differ somewhat from the result of `next`."""
