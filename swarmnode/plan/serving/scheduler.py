@@ -9,7 +9,8 @@ positions beside B steps would be one of (B + 1) T.
 
 The length of a chunk follows from the measured cost of passes (a fixed time f, and p for each position):
 
-  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it.
+  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it,
+    unless it has the least length already.
   - While no session decodes, a chunk takes up to UNDISTURBED times as long as a step of one session. Reading the weights is then
     a small part of it, on a card as on a slow processor, and a new session does not wait long.
   - An owner that has used much more of the device than others (`DeviceShares`) gets a few positions of its prompt beside their
@@ -184,13 +185,14 @@ class Backlog:
 
 class PassScheduler:
     """Scheduler of one stage's passes. A session with at most `longest_step` waiting positions may go as a step; a session with
-    more is in its prompt and goes in chunks of at most `longest_chunk` positions."""
+    more is in its prompt and goes in chunks of at most `longest_chunk` positions, and of at least `least_beside` beside steps."""
 
-    def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
+    def __init__(self, *, longest_step: int, longest_chunk: int, least_beside: int = LEAST_BESIDE) -> None:
         self.cost = PassCost()
         self.shares = DeviceShares(self.cost)
         self._longest_step = longest_step
         self._longest_chunk = longest_chunk
+        self._least_beside = least_beside
         self._backlogs: dict[int, Backlog] = {}  # the session with the latest turn stands last
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
@@ -253,7 +255,7 @@ class PassScheduler:
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
         if self._stepped_at:  # not so many positions that decoding sessions wait too long
-            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), LEAST_BESIDE)
+            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), self._least_beside)
         else:
             most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
         if not prompts:
