@@ -76,7 +76,7 @@ class PassCost:
 STALL = 1.5  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
 UNDISTURBED = 10.0  # times a step
 SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter chunks are mostly overhead: USUAL_CHUNK if no step waits
-LEAST_BESIDE = 2  # positions of a chunk beside steps: passes of one position alone never tell what a second one costs
+FADING = 0.8  # of the weight of all earlier passes of a kind, at each new one: caches grow while a prompt is computed
 RECENT_PASSES = 16  # a session without a step in all of these is too slow to notice a whole chunk
 SLOWDOWN = 1.5  # of a pass, by the owners with the most sessions or time
 ALLOWED_POSITIONS = 512  # about a prompt: the lead of an owner that still counts as equal
@@ -175,6 +175,21 @@ class DeviceShares:
 
 
 @dataclass(slots=True)
+class RecentPasses:
+    """Weighted sums over the last passes of one kind, steps or chunks of prompts."""
+
+    passes: float = 0.0
+    positions: float = 0.0
+    seconds: float = 0.0
+
+    def record(self, positions: int, took_s: float) -> None:
+        """Add a pass over `positions` positions that took `took_s` seconds."""
+        self.passes = FADING * self.passes + 1
+        self.positions = FADING * self.positions + positions
+        self.seconds = FADING * self.seconds + took_s
+
+
+@dataclass(slots=True)
 class Backlog:
     """Waiting work of a session: its `positions`, the most that have waited at once (`prompt`), and the stages after this one."""
 
@@ -187,7 +202,7 @@ class PassScheduler:
     """Scheduler of one stage's passes. A session with at most `longest_step` waiting positions may go as a step; a session with
     more is in its prompt and goes in chunks of at most `longest_chunk` positions, and of at least `least_beside` beside steps."""
 
-    def __init__(self, *, longest_step: int, longest_chunk: int, least_beside: int = LEAST_BESIDE) -> None:
+    def __init__(self, *, longest_step: int, longest_chunk: int, least_beside: int = 1) -> None:
         self.cost = PassCost()
         self.shares = DeviceShares(self.cost)
         self._longest_step = longest_step
@@ -197,6 +212,8 @@ class PassScheduler:
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
         self._prompts_next = False
+        self._steps, self._prompts = RecentPasses(), RecentPasses()
+        self._running: RecentPasses | None = None  # kind of the pass that has begun
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's time to `owner`, divided by `weight`."""
@@ -255,7 +272,7 @@ class PassScheduler:
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
         if self._stepped_at:  # not so many positions that decoding sessions wait too long
-            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), self._least_beside)
+            most = max(self._fit_beside(), self._least_beside)
         else:
             most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
         if not prompts:
@@ -265,6 +282,7 @@ class PassScheduler:
     def took(self, counts: Mapping[int, int]) -> None:
         """Record that a pass begins with `counts` positions by session, which may differ somewhat from the result of `next`."""
         self._passes += 1
+        self._running = self._steps if self._prompts_next else self._prompts
         self.shares.charge(counts)
         for session, count in counts.items():
             backlog = self._backlogs.pop(session)
@@ -279,6 +297,21 @@ class PassScheduler:
     def ran(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
         self.cost.record(positions, took_s)
+        if self._running is not None:
+            self._running.record(positions, took_s)
+            self._running = None
+
+    def _fit_beside(self) -> float:
+        """Return the positions of a chunk that takes STALL times as long as a step, for rounding down.
+
+        They follow from the seconds of the last chunks for each position. The line of `cost` goes through steps, too, which have
+        logits and other caches than a prompt, and learns nothing from passes that are all alike. Half a position more lets chunks
+        grow from 1, too.
+        """
+        if not (self._prompts.seconds and self._steps.passes):
+            return self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))) + 0.5
+        step_s = self._steps.seconds / self._steps.passes
+        return STALL * step_s * self._prompts.positions / self._prompts.seconds + 0.5
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
         """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows
