@@ -9,6 +9,7 @@
     nodes      eight sessions over two nodes beside llama.cpp with two threads and eight slots; bytes that each node fetched.
     crowded    times between tokens of a session while one node computes another's prompt of 2,000 tokens: their 99th percentile
                / the median alone.
+    avx2       tokens of a few texts over two nodes that change if the second one is held to AVX2.
     matrix     products of one matrix with 1 to 32 rows beside the fastest plain format of this machine.
     quality    perplexity of this repository's documentation, and the same most probable token, beside plain float32; also
                the same most probable token of llama.cpp.
@@ -27,6 +28,7 @@ import contextlib
 import gc
 import itertools
 import json
+import operator
 import os
 import resource
 import statistics
@@ -61,6 +63,7 @@ from swarmnode.localswarm import LocalSwarm
 from tests.trained import GEMMA3, SMOLLM2, trained
 
 PROMPT, NEW, LONG_PROMPT, CROWDING, SESSIONS = 16, 48, 512, 2000, 8
+TEXTS, HELD_TO_AVX2 = 4, ("ATEN_CPU_CAPABILITY=avx2", "MKL_ENABLE_INSTRUCTIONS=AVX2", "ONEDNN_MAX_CPU_ISA=AVX2")
 KINDS = {
     "exact": ("exact", "float32"),
     "fast": ("fast", "float32"),
@@ -509,6 +512,42 @@ async def _beside_a_prompt(swarm: LocalSwarm) -> dict[str, float]:
     }  # fmt: skip
 
 
+def avx2(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Count the tokens that two nodes write otherwise if the second one is held to AVX2, and the texts in which they lie."""
+    spans = halves(Checkpoint(packed_folder(file, folder)).units)
+    found: dict[str, Any] = {}
+    for kind in [kind for kind in ("exact", "fast") if kind in options.kinds]:
+        texts: list[list[list[int]]] = []
+        for number, inside in enumerate(((), ("env", *HELD_TO_AVX2))):
+            (place := folder / f"avx2-{file.stem}-{kind}{number}").mkdir()
+            with LocalSwarm(place) as swarm:
+                invite = swarm.create(file)
+                swarm.bootstrap()
+                arguments = [("--span", span, "--products", kind) for span in spans]
+                members = [swarm.node("n0", *arguments[0], swarm=invite)]
+                members.append(swarm.node("n1", *arguments[1], swarm=invite, inside=inside))
+                for member in members:
+                    member.wait_for("ready", READY_TIMEOUT_S)
+                texts.append(uvloop.run(_texts(swarm)))
+        different = [sum(map(operator.ne, *pair)) for pair in zip(*texts, strict=True)]
+        found[kind] = {"tokens": TEXTS * NEW, "different": sum(different), "texts": sum(map(bool, different))}
+    return found
+
+
+async def _texts(swarm: LocalSwarm) -> list[list[int]]:
+    client = await joined(swarm, 2)
+    try:
+        texts = []
+        for number in range(TEXTS):
+            stream = await client.stream(prompt_of(4096, PROMPT, number), max_new_tokens=NEW, ignore_ends=True)
+            async for _ in stream:
+                pass
+            texts.append(stream.result.ids)
+        return texts
+    finally:
+        await client.close()
+
+
 @torch.inference_mode()
 def matrix(options: argparse.Namespace) -> dict[str, Any]:
     """Multiply one matrix with few rows: microseconds by number of rows, and the fastest plain time / that of a kind."""
@@ -617,7 +656,7 @@ def predicted(
 
 
 PARTS: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {
-    part.__name__: part for part in (founding, memory, single, eight, nodes, crowded, quality)
+    part.__name__: part for part in (founding, memory, single, eight, nodes, crowded, avx2, quality)
 }
 MODELS = ("smollm2", "gemma3", "llama")
 

@@ -42,7 +42,7 @@ from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.net.clock import Deadline, Expectation
 from swarmnode.plan.serving.draft_budget import RowLoad
-from swarmnode.plan.serving.scheduler import PassScheduler
+from swarmnode.plan.serving.scheduler import SHORTEST_CHUNK, PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from, next_job
 
@@ -170,7 +170,12 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.clock = self.executor.clock
-        self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=self.longest_chunk_tokens)
+        self.scheduler = PassScheduler(
+            longest_step=LONGEST_SHARED,
+            longest_chunk=self.longest_chunk_tokens,
+            # Exact products of few rows cost as much for each as a step; of more rows, a third.
+            least_beside=SHORTEST_CHUNK if self.runner.span.has_exact_products else 1,
+        )
         self.row_load = RowLoad()
         self._stopwatch = Stopwatch(self.runner.span.device, clock=self.executor.clock)
         self._waiting: dict[int, deque[Job]] = {}

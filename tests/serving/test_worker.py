@@ -33,7 +33,12 @@ class EchoRunner:
 
     def __init__(self) -> None:
         self.span: Any = SimpleNamespace(
-            start=0, end=2, vocab_size=100, device=torch.device("cpu"), dtype=torch.float32
+            start=0,
+            end=2,
+            vocab_size=100,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            has_exact_products=False,
         )
         self.captured_works = None
         self.act: Callable[[Sequence[StepInput]], object] = lambda _works: None

@@ -292,12 +292,11 @@ class ModelSpan:
                 _, hidden_BTH = self.stack.pass_through(
                     lambda: self.model.base_model(**inputs), entering_BTH, none, ids_BT
                 )
-                if end < self.family.units and has_digits and ids_BT is not None:
-                    digits_BTD = digits_of(ids_BT, self.digits).to(hidden_BTH.dtype) / BASE
-                    return torch.cat([hidden_BTH, digits_BTD], dim=-1)
-                if end < self.family.units:
+                if end == self.family.units:
+                    return self.empty_logits(len(x))
+                if not has_digits or ids_BT is None:
                     return hidden_BTH
-                return self.empty_logits(len(x))
+                return torch.cat([hidden_BTH, digits_of(ids_BT, self.digits).to(hidden_BTH.dtype) / BASE], dim=-1)
             # The family's own final norm, head, scale and caps compute the logits.
             if not self.family.narrows and keep_last > 0:
                 inputs["logits_to_keep"], keep_last = keep_last, -1

@@ -137,15 +137,12 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        is_whole = calls is not None or span.family.keeps_states
-        # A recorded step reads whole buffers of columns, whose number equal bits of plain products depend on.
-        is_captured = (
-            config.capture and not is_whole and span.device.type in ("cuda", "cpu") and not span.has_equal_rows
-        )
+        # Programs of a step read whole buffers of columns, whose number equal bits of plain products depend on.
+        may_record = not (calls is not None or span.family.keeps_states or span.has_equal_rows)
+        is_captured = config.capture and may_record and span.device.type in ("cuda", "cpu")
+        takes_graphs = may_record and config.kv == PLAIN and (span.has_same_bits or span.has_exact_products)
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
-        takes_graphs = (span.has_same_bits or span.has_exact_products) and not span.has_equal_rows
-        takes_graphs = takes_graphs and not is_whole and config.kv == PLAIN
         self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
         self.bits, self.bits_of_graph = b"", False  # class of equal bits, and whether a graph of ggml has it
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None

@@ -13,7 +13,7 @@ Shape letters: T rows (of hidden states: positions), H of a row, K of a sketch o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -58,24 +58,17 @@ def sketches(values: Iterable[Tensor], seed: bytes) -> list[Tensor]:
     return [sketch(_rows(value, seed), seed) for value in values if is_sketched(value)]
 
 
-def is_sketched(value: Tensor) -> bool:
-    """Return whether a value is sketched."""
-    return bool(value.numel()) and (value.is_floating_point() or _has_digits(value.dtype == torch.uint8, value.shape))
-
-
-def _has_digits(is_of_bytes: bool, shape: Sequence[int]) -> bool:
-    """Return whether a value is digits of tokens, which a stage passes on: whole numbers of other kinds are not sketched."""
-    return is_of_bytes and len(shape) == 3 and shape[2] <= MOST_DIGITS
+def is_sketched(value: Tensor | TensorInfo) -> bool:
+    """Return whether a value, or a described one, is sketched: floats, and digits of tokens, which a stage passes on as bytes."""
+    is_float = value.is_floating_point() if isinstance(value, Tensor) else value.dtype in FLOAT_DTYPES
+    is_digits = value.dtype in (torch.uint8, DType.UINT8) and len(value.shape) == 3 and value.shape[2] <= MOST_DIGITS
+    return 0 not in value.shape and (is_float or is_digits)
 
 
 def rows_sketched(infos: Iterable[TensorInfo]) -> list[int]:
-    """Return how many rows `sketches` takes of each float tensor that is not empty."""
-    described = ((info, element_count(info.shape)) for info in infos)
-    return [
-        min(MAX_SKETCHED, elements // (info.shape[-1] if info.shape else 1))
-        for info, elements in described
-        if elements and (info.dtype in FLOAT_DTYPES or _has_digits(info.dtype == DType.UINT8, info.shape))
-    ]
+    """Return how many rows `sketches` takes of each value that is sketched."""
+    rows = (element_count(info.shape) // (info.shape[-1] if info.shape else 1) for info in infos if is_sketched(info))
+    return [min(MAX_SKETCHED, count) for count in rows]
 
 
 def _rows(value: Tensor, seed: bytes) -> Tensor:

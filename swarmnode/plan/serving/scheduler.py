@@ -9,7 +9,8 @@ positions beside B steps would be one of (B + 1) T.
 
 The length of a chunk follows from the measured cost of passes (a fixed time f, and p for each position):
 
-  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it.
+  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it,
+    unless it has the least length already.
   - While no session decodes, a chunk takes up to UNDISTURBED times as long as a step of one session. Reading the weights is then
     a small part of it, on a card as on a slow processor, and a new session does not wait long.
   - An owner that has used much more of the device than others (`DeviceShares`) gets a few positions of its prompt beside their
@@ -75,6 +76,7 @@ class PassCost:
 STALL = 1.5  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
 UNDISTURBED = 10.0  # times a step
 SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter chunks are mostly overhead: USUAL_CHUNK if no step waits
+FADING = 0.8  # of the weight of all earlier passes of a kind, at each new one: caches grow while a prompt is computed
 RECENT_PASSES = 16  # a session without a step in all of these is too slow to notice a whole chunk
 SLOWDOWN = 1.5  # of a pass, by the owners with the most sessions or time
 ALLOWED_POSITIONS = 512  # about a prompt: the lead of an owner that still counts as equal
@@ -173,6 +175,21 @@ class DeviceShares:
 
 
 @dataclass(slots=True)
+class RecentPasses:
+    """Weighted sums over the last passes of one kind, steps or chunks of prompts."""
+
+    passes: float = 0.0
+    positions: float = 0.0
+    seconds: float = 0.0
+
+    def record(self, positions: int, took_s: float) -> None:
+        """Add a pass over `positions` positions that took `took_s` seconds."""
+        self.passes = FADING * self.passes + 1
+        self.positions = FADING * self.positions + positions
+        self.seconds = FADING * self.seconds + took_s
+
+
+@dataclass(slots=True)
 class Backlog:
     """Waiting work of a session: its `positions`, the most that have waited at once (`prompt`), and the stages after this one."""
 
@@ -183,17 +200,20 @@ class Backlog:
 
 class PassScheduler:
     """Scheduler of one stage's passes. A session with at most `longest_step` waiting positions may go as a step; a session with
-    more is in its prompt and goes in chunks of at most `longest_chunk` positions."""
+    more is in its prompt and goes in chunks of at most `longest_chunk` positions, and of at least `least_beside` beside steps."""
 
-    def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
+    def __init__(self, *, longest_step: int, longest_chunk: int, least_beside: int = 1) -> None:
         self.cost = PassCost()
         self.shares = DeviceShares(self.cost)
         self._longest_step = longest_step
         self._longest_chunk = longest_chunk
+        self._least_beside = least_beside
         self._backlogs: dict[int, Backlog] = {}  # the session with the latest turn stands last
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
         self._prompts_next = False
+        self._steps, self._prompts = RecentPasses(), RecentPasses()
+        self._running: RecentPasses | None = None  # kind of the pass that has begun
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's time to `owner`, divided by `weight`."""
@@ -251,17 +271,18 @@ class PassScheduler:
         self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
-        if prompts:  # not so many positions that decoding sessions wait too long
-            if self._stepped_at:
-                most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
-            else:
-                most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
-            return self._chunks(prompts, int(min(most, self._longest_chunk)))
-        return self._chunks(held_back[:1], SHORTEST_CHUNK) if held_back else {}
+        if self._stepped_at:  # not so many positions that decoding sessions wait too long
+            most = max(self._fit_beside(), self._least_beside)
+        else:
+            most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
+        if not prompts:
+            prompts, most = held_back[:1], min(most, SHORTEST_CHUNK)
+        return self._chunks(prompts, int(min(most, self._longest_chunk))) if prompts else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
         """Record that a pass begins with `counts` positions by session, which may differ somewhat from the result of `next`."""
         self._passes += 1
+        self._running = self._steps if self._prompts_next else self._prompts
         self.shares.charge(counts)
         for session, count in counts.items():
             backlog = self._backlogs.pop(session)
@@ -276,6 +297,21 @@ class PassScheduler:
     def ran(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
         self.cost.record(positions, took_s)
+        if self._running is not None:
+            self._running.record(positions, took_s)
+            self._running = None
+
+    def _fit_beside(self) -> float:
+        """Return the positions of a chunk that takes STALL times as long as a step, for rounding down.
+
+        They follow from the seconds of the last chunks for each position. The line of `cost` goes through steps, too, which have
+        logits and other caches than a prompt, and learns nothing from passes that are all alike. Half a position more lets chunks
+        grow from 1, too.
+        """
+        if not (self._prompts.seconds and self._steps.passes):
+            return self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))) + 0.5
+        step_s = self._steps.seconds / self._steps.passes
+        return STALL * step_s * self._prompts.positions / self._prompts.seconds + 0.5
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
         """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows

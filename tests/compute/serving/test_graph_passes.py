@@ -34,7 +34,14 @@ from swarmnode.compute.serving.graphs.operations import OpenSize
 from swarmnode.compute.serving.graphs.span_graph import SpanGraph
 from swarmnode.compute.serving.graphs.span_trace import trace_span
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.runner import (
+    WANT_ALL,
+    WANT_LAST,
+    WANT_NOTHING,
+    RunnerConfig,
+    StageRunner,
+    StepInput,
+)
 from swarmnode.ledger import Account, MemoryLedger
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack
@@ -177,10 +184,26 @@ def test_exact_steps_are_graphs_with_float32_numbers_and_equal_bits_in_company(k
 
 def test_behind_the_last_attention_a_graph_has_positions_with_logits_only(tmp_path: Path) -> None:
     span = llama_span(tmp_path)
-    operations = trace_span(span, 0, span.end, {}, is_empty=False).operations
+    operations = trace_span(span, 0, span.end, {}).operations
     last = max(at for at, operation in enumerate(operations) if operation.name == "attention")
     products = [operation for operation in operations[last:] if operation.name == "product"]
     assert products and all(operation.shape[0] == OpenSize("BK") for operation in products)
+
+
+def test_a_prompt_needs_no_trial_beside_others_that_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kinds of passes over the whole span have been tried when the first session comes."""
+    span = llama_span(tmp_path)
+    runner = open_runner(span)
+    graphs_of(runner).prepare()
+    monkeypatch.setattr(graph_passes, "trace_span", lambda *_: pytest.fail("something is recorded late"))
+    x, texts = some_ids(span, seed=0), []
+    for name, wants in enumerate(((WANT_ALL,), (WANT_NOTHING, WANT_ALL), (WANT_NOTHING, WANT_LAST))):
+        runner.open(name, rows=1, max_length=LENGTH)
+        parts = (x,) if len(wants) == 1 else (x[:, :3], x[:, 3:])
+        outputs = [runner.run([StepInput(name, *each)])[0].output for each in zip(parts, wants, strict=True)]
+        assert len(outputs) == 1 or outputs[0].shape[1] == 0
+        texts.append(outputs[-1][:, -1])
+    assert graphs_of(runner).passes >= 5 and all(torch.equal(text, texts[0]) for text in texts)
 
 
 class Activation(torch.nn.Module):

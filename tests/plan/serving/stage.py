@@ -11,7 +11,7 @@ from swarmnode.plan.serving.scheduler import PassScheduler
 LONGEST_STEP, LONGEST_CHUNK = 8, 512
 FIXED_S, POSITION_S = 0.010, 0.001
 OTHERS = range(4)  # peers with one session each
-TOKENS = 2_500  # of each of them: the first hundredth of them may wait while a newcomer's long prompt goes by
+TOKENS = 4_000  # of each of them: the first hundredth of them may wait while a newcomer's long prompt goes by
 GREEDY = itertools.count(100)
 
 

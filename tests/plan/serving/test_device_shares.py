@@ -75,7 +75,8 @@ def test_one_long_prompt_of_somebody_who_had_nothing_is_not_held_back() -> None:
     while session in stage.scheduler._backlogs:
         stage.turn()
     alone = [counts for counts in stage.passes if set(counts) == {session}]
-    assert len(alone) == len([counts for counts in stage.passes if session in counts])
+    passes = [counts for counts in stage.passes if session in counts]
+    assert alone == passes[: len(alone)] and len(alone) >= len(passes) - 1, "its last positions may share a step"
 
 
 def test_who_comes_back_has_saved_up_nothing_and_forgotten_nothing() -> None:

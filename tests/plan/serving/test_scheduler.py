@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from swarmnode.plan.serving.scheduler import SHORTEST_CHUNK, STALL, PassScheduler
-from tests.plan.serving.stage import LONGEST_CHUNK, LONGEST_STEP, Stage, cost_s
+from swarmnode.plan.serving.scheduler import STALL, PassScheduler
+from tests.plan.serving.stage import FIXED_S, LONGEST_CHUNK, LONGEST_STEP, Stage, cost_s
 
 
 def test_steps_go_together_and_short_prompts_go_together() -> None:
@@ -33,20 +33,61 @@ def test_a_long_prompt_keeps_nobody_from_the_shorter_ones() -> None:
     assert set(stage.turn()) >= {1, 2, 3, 4}
 
 
-def test_who_decodes_waits_for_no_more_than_a_stall_and_a_step() -> None:
-    stage = Stage()
-    stage.decode(*range(30))
-    step_s = cost_s(dict.fromkeys(range(30), 1))
-    for session in range(100, 110):
-        stage.scheduler.add(session, 500)
-    last_s, waits_s, taken = stage.now_s, [], 0
-    while taken < 10 * 500:
+@pytest.mark.parametrize("position_s", [1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize("decoding", [1, 2, 5, 30])
+@pytest.mark.parametrize("known", [20, 1000])
+def test_who_decodes_waits_for_no_more_than_a_stall_and_a_step(position_s: float, decoding: int, known: int) -> None:
+    """Whatever a position costs beside a pass. After 1,000 steps, passes of several positions are forgotten."""
+    stage = Stage(position_s)
+    stage.decode(*range(decoding), turns=known)
+    step_s = cost_s(dict.fromkeys(range(decoding), 1), position_s)
+    stage.scheduler.add(100, 100_000)
+    last_s, waits_s, chunks = stage.now_s, [], []
+    for _ in range(400):
         counts = stage.turn()
-        taken += sum(count for session, count in counts.items() if session >= 100)
         if 0 in counts:
             waits_s.append(stage.now_s - last_s)
             last_s = stage.now_s
-    assert max(waits_s) < (STALL + 1) * step_s * 1.01
+        else:
+            chunks.append(sum(counts.values()))
+    assert max(waits_s) < ((STALL + 1) * step_s + position_s / 2) * 1.01
+    # No chunk is much shorter than it may be, either.
+    fit = min((STALL * step_s - FIXED_S) / position_s, LONGEST_CHUNK)
+    assert median(chunks) >= min(0.6 * fit, 0.9 * LONGEST_CHUNK)
+
+
+def test_a_prompt_whose_positions_become_dearer_goes_in_shorter_chunks() -> None:
+    """Attention to many columns takes time: a position behind 1,000 others costs five times what the first one does."""
+    stage, past = Stage(), 0
+    stage.decode(0)
+    step_s, position_cost_s = cost_s({0: 1}), stage.cost_s
+    stage.cost_s = lambda counts: position_cost_s(counts) * (1 if 0 in counts else 1 + past / 250)
+    stage.scheduler.add(7, 1000)
+    lengths, waits_s, last_s = [], [], stage.now_s
+    while past < 1000:
+        counts = stage.turn()
+        past += counts.get(7, 0)
+        if 0 in counts:
+            waits_s.append(stage.now_s - last_s)
+            last_s = stage.now_s
+        else:
+            lengths.append(counts[7])
+    assert lengths[0] > lengths[-2]
+    assert sorted(waits_s)[int(0.99 * len(waits_s))] < 1.1 * max((STALL + 1) * step_s, step_s + 5 * cost_s({7: 1}))
+
+
+def test_steps_that_cost_more_than_chunks_do_not_lengthen_a_chunk_without_bound() -> None:
+    """Only steps have logits, which take most of the time where the vocabulary is large."""
+    stage = Stage()
+    cost_of_prompt_s = stage.cost_s
+    stage.cost_s = lambda counts: cost_of_prompt_s(counts) + (0.1 if 0 in counts else 0.0)
+    stage.decode(0)
+    step_s = stage.cost_s({0: 1})
+    stage.scheduler.add(7, 5_000)
+    for _ in range(60):
+        stage.turn()
+    chunks_s = [stage.cost_s(counts) for counts in stage.passes if 7 in counts]
+    assert max(chunks_s[1:]) < STALL * step_s * 1.01 and min(chunks_s[10:]) > 0.9 * STALL * step_s
 
 
 def test_a_prompt_goes_on_however_many_decode() -> None:
@@ -56,7 +97,7 @@ def test_a_prompt_goes_on_however_many_decode() -> None:
     for _ in range(40):
         stage.turn()
     assert sum(7 in counts for counts in stage.passes) == 20
-    assert min(counts[7] for counts in stage.passes if 7 in counts) >= SHORTEST_CHUNK
+    assert min(counts[7] for counts in stage.passes if 7 in counts) >= 6
 
 
 @pytest.mark.parametrize(("position_s", "chunks"), [(1e-3, [128, 128, 44]), (1e-4, [300])])

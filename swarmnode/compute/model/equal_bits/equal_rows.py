@@ -51,33 +51,8 @@ class Bounds(NamedTuple):
 BOUNDS = (Bounds(16, 1024), Bounds(16, 256), Bounds(48, 512), Bounds(48, 256), Bounds(48, 128), Bounds(16, 32))
 """Bounds in the order of their costs, as measured with AVX-512 and AMX for one row and for 512"""
 TRIED = (
-    17,
-    24,
-    31,
-    32,
-    33,
-    36,
-    37,
-    49,
-    63,
-    64,
-    65,
-    97,
-    128,
-    129,
-    160,
-    183,
-    192,
-    256,
-    300,
-    352,
-    364,
-    442,
-    507,
-    512,
-    573,
-    700,
-    1024,
+    *(17, 24, 31, 32, 33, 36, 37, 49, 63, 64, 65, 97, 128),
+    *(129, 160, 183, 192, 256, 300, 352, 364, 442, 507, 512, 573, 700, 1024),
 )
 """Numbers of rows of a trial"""
 HUGE = 2.0**40
@@ -322,9 +297,8 @@ def _attend(
 
 
 def _pieces_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
-    """Return the number of columns that attention's are filled up to, and the most queries of a call: the first of PIECES "
-    "and QUERIES by
-    which a trial's queries keep their bits, else the last."""
+    """Return the number of columns that attention's are filled up to, and the most queries of a call: the first of PIECES
+    and QUERIES by which a trial's queries keep their bits, else the last."""
     key = dtype, width, torch.get_num_threads()
     if key not in _pieces:
         draw = torch.Generator().manual_seed(2)

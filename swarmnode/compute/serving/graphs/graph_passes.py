@@ -92,7 +92,7 @@ class SpanGraphs:
 
     def prepare(self) -> None:
         """Find out whether passes of the whole span are graphs, which takes as long as some passes."""
-        self._trace(self.span.start, self.span.end, is_empty=False)
+        self._trace(self.span.start, self.span.end)
 
     def run(self, cohort: Cohort, x: Tensor, start: int, end: int, keep_last: int) -> Tensor | None:
         """Return the output of a pass over units [start, end), as `ModelSpan.forward`; None if no graph computes it.
@@ -103,7 +103,7 @@ class SpanGraphs:
             return None  # torch multiplies more rows exactly in less time
         has_head = end == self.span.family.units
         is_empty = has_head and keep_last == 0
-        trace = self._trace(start, end, is_empty=is_empty)
+        trace = self._trace(start, end)
         if trace is None:
             return None
         rows, count = x.shape[:2]
@@ -123,13 +123,13 @@ class SpanGraphs:
             memory.release()
         self._graphs.clear()
 
-    def _trace(self, start: int, end: int, *, is_empty: bool) -> SpanTrace | None:
+    def _trace(self, start: int, end: int) -> SpanTrace | None:
         """Return what units [start, end) compute; None if no graph does."""
-        key = start, end, is_empty, self.span.reader is None, tuple(self._windows.items())
+        key = start, end, self.span.reader is None, tuple(self._windows.items())
         known = self.span.lowered
         if key not in known:
             try:
-                trace = trace_span(self.span, start, end, self._windows, is_empty=is_empty)
+                trace = trace_span(self.span, start, end, self._windows)
                 why = try_in_child(self.span, trace, start, end, self._windows)
                 known[key] = why or trace
             except Exception as error:  # a family's code may raise anything
@@ -139,7 +139,7 @@ class SpanGraphs:
                 log.info("%r computes layer by layer, not as one graph: %s", self.span, known[key])
         found: SpanTrace | str = known[key]
         if isinstance(found, str):
-            self.refusals[start, end, is_empty] = found
+            self.refusals[start, end] = found
             return None
         return found
 
@@ -148,7 +148,7 @@ class SpanGraphs:
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key][0]
-        rows, count, kept = key[3:]
+        is_empty, rows, count, kept = key[2:]
         large = [other for other in self._graphs if other[3] * other[4] > LARGE]  # type: ignore[index]
         self._drop(large[: len(large) - LARGE_GRAPHS + (rows * count > LARGE)])
         self._drop(list(self._graphs)[: max(0, len(self._graphs) - GRAPHS + 1)])
@@ -156,7 +156,7 @@ class SpanGraphs:
         try:
             size_bytes = self.span.pass_bytes(rows * count, rows * kept)
             memory = self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
-            graph = SpanGraph(trace, rows, count, kept, self.span.dtype)
+            graph = SpanGraph(trace.without_result() if is_empty else trace, rows, count, kept, self.span.dtype)
             memory.resize(graph.nbytes)
         except BaseException as error:
             if memory is not None:
@@ -186,16 +186,14 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
         x_BT = torch.randint(0, span.vocab_size, (1, count), generator=random)
     else:
         x_BT = torch.randn(1, count, span.width, generator=random).to(span.dtype)
-    expected = None
-    if trace.result is not None:
-        expected = span.forward(
-            x_BT,
-            cache=_cohort(span, start, end, 1, count, windows),
-            position_ids=torch.arange(count)[None],
-            keep_last=count,
-            start=start,
-            end=end,
-        ).float()
+    expected = span.forward(
+        x_BT,
+        cache=_cohort(span, start, end, 1, count, windows),
+        position_ids=torch.arange(count)[None],
+        keep_last=count,
+        start=start,
+        end=end,
+    ).float()
     reads, writes = os.pipe()
     with warnings.catch_warnings():  # of threads: the child calls nothing that takes their locks
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -231,15 +229,7 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
 
 
 @torch.inference_mode()
-def _try(
-    span: ModelSpan,
-    trace: SpanTrace,
-    x: Tensor,
-    expected: Tensor | None,
-    start: int,
-    end: int,
-    windows: Windows,
-) -> str:
+def _try(span: ModelSpan, trace: SpanTrace, x: Tensor, expected: Tensor, start: int, end: int, windows: Windows) -> str:
     """Compute the first positions by graphs of all sizes that are tried. Returns the fault, empty if there is none."""
     torch.set_num_threads(1)
     total = x.shape[1]
@@ -252,16 +242,14 @@ def _try(
             part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
             y = graph.run(cohort, part.contiguous(), is_checked=True)
             cohort.advance(dict.fromkeys(cohort.members, count))
-            if y is not None:
-                results.append(y)
-                places += range(first + count - y.shape[1], first + count)
-        if not results:
-            continue
+            assert y is not None  # a trial has logits
+            results.append(y)
+            places += range(first + count - y.shape[1], first + count)
         got = torch.cat(results, dim=1).float()
         known = got[:1] if known is None else known
         if not torch.equal(got, known[:, places].expand(rows, -1, -1)):
             return "a position's bits depend on its company"
-    if known is not None and expected is not None:
+    if known is not None:
         far = (known - expected[:, : known.shape[1]]).abs().mean(-1) / expected.std()
         if not bool((far < (FAR_EXACT if trace.is_exact else FAR)).all()):
             return "a trial gave other numbers than torch"

@@ -8,8 +8,8 @@ needs them. All others are constants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,20 +76,20 @@ class Operation:
     def __repr__(self) -> str:
         return f"{self.name}{tuple(self.value.shape) if isinstance(self.value, Tensor) else ''}"
 
-    def needs(self) -> Iterator[Operation]:
-        """Yield the operations whose results this one reads."""
-        yield from parts_of((self.inputs, self.options), Operation)
+    def needs(self) -> list[Operation]:
+        """Return the operations whose results this one reads."""
+        return parts_of((self.inputs, self.options), Operation)
 
 
-def parts_of(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield the arguments of this kind, also those in lists."""
+def parts_of(value: Any, kind: type[T]) -> list[T]:
+    """Return the arguments of this kind, also those in lists."""
     if isinstance(value, kind):
-        yield value
-    elif isinstance(value, dict):
-        yield from parts_of(list(value.values()), kind)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from parts_of(each, kind)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple) or isinstance(value, OpenSize):
+        return []
+    return [part for each in value if each is not None for part in parts_of(each, kind)]
 
 
 def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
@@ -133,6 +133,13 @@ class SpanTrace:
 
     def __repr__(self) -> str:
         return f"SpanTrace({len(self.operations)} operations, {len(self.windows)} layers)"
+
+    def without_result(self) -> SpanTrace:
+        """Return the operations of a pass without logits: those that the writes to caches need."""
+        emptied = replace(self, result=None)
+        needed = emptied.needed(lambda each: each.stage != LATE)
+        emptied.operations = [operation for operation in self.operations if operation in needed]
+        return emptied
 
     def needed(self, stop: Callable[[Operation], bool]) -> set[Operation]:
         """Return the operations that the result and the writes to caches need; what those that `stop` need is left out."""

@@ -110,7 +110,7 @@ class SpanGraph(ChoiceNodes):
             for operation in left:
                 if ggml.used_bytes(self._context) > self._size - (32 + 6 * parts) * ggml.tensor_overhead():
                     raise CannotBeLowered("it needs more nodes than were expected")  # ggml would end the process
-                if any(each in later for each in operation.needs()):
+                if later and any(each in later for each in operation.needs()):
                     later[operation] = False
                 elif not self._lower(operation):
                     later[operation] = True

@@ -257,8 +257,8 @@ class _Recording(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_empty: bool) -> SpanTrace:
-    """Return the operations of units [start, end) of a span; `is_empty`: without any logits, so that only caches are written.
+def trace_span(span: ModelSpan, start: int, end: int, windows: Windows) -> SpanTrace:
+    """Return the operations of units [start, end) of a span.
 
     Raises CannotBeLowered, or any error of the family's code.
     """
@@ -268,7 +268,7 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
         most = past if span.position_limit is None else span.position_limit - count  # a table has no more positions
         sizes = sizes_of(rows, count, kept, min(past, most))
         with attending_by_position(span.model):
-            passes.append((_record(span, start, end, windows, sizes, is_empty=is_empty), sizes))
+            passes.append((_record(span, start, end, windows, sizes), sizes))
     first_trace, first_sizes = passes[0]
     first_trace.is_exact = not span.has_same_bits
     second_trace, second_sizes = passes[1]
@@ -325,9 +325,7 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
     return first_trace
 
 
-def _record(
-    span: ModelSpan, start: int, end: int, windows: Windows, sizes: Mapping[str, int], *, is_empty: bool
-) -> SpanTrace:
+def _record(span: ModelSpan, start: int, end: int, windows: Windows, sizes: Mapping[str, int]) -> SpanTrace:
     """Record one pass, whose sizes are numbers."""
     rows, count, past = sizes["B"], sizes["T"], sizes["P"]
     recording = _Recording()
@@ -354,11 +352,11 @@ def _record(
             cache=cache,
             attention_mask=mask_RC,
             position_ids=positions_RT,
-            keep_last=0 if is_empty else sizes["K"],
+            keep_last=sizes["K"],
             start=start,
             end=end,
         )
-        result = None if is_empty else recording.of(output)
+        result = recording.of(output)
     seen: dict[int, int | None] = {}
     columns_C, queries_T1 = torch.arange(past + count), past + torch.arange(count)[:, None]
     causal_RTC = (columns_C <= queries_T1) & (columns_C >= padding_R1[:, :, None])
