@@ -33,7 +33,6 @@ from swarmnode.serving.session.session_streams import ids_digest
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.statement import (
     MAX_RECEIPT_IDS,
-    MAX_TEXT_RECEIPT_BYTES,
     Statement,
     TextReceipt,
     open_statement,
@@ -41,7 +40,6 @@ from swarmnode.swarm.records.statement import (
     sign_text_receipt,
 )
 
-MAX_BYTES = MAX_TEXT_RECEIPT_BYTES
 PROVED, REFUTED, NOT_PROVED = "proved", "refuted", "not proved"
 _CLASSLESS = "it states no class of equal bits"
 
