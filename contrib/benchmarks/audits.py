@@ -1,7 +1,7 @@
 """Audits on a small Llama: deviations of honest replicas, false alarms, and steps until a liar is found. Prints JSON.
 
     OMP_NUM_THREADS=1 python contrib/benchmarks/audits.py [--comparisons 1000000] [--trials 100] [--table] [--seed 1]
-    python contrib/benchmarks/audits.py --packed MODEL.gguf [--positions 1000000] [--seed 1]
+    python contrib/benchmarks/audits.py --packed MODEL.gguf [--positions 1000000] [--layers 2] [--seed 1]
     python contrib/benchmarks/audits.py --equal-bits [--model FOLDER] [--layers 6]
 
 An honest pair computes the same text twice, through three hops. Once as it is served: a prompt, then steps, in passes of ever
@@ -12,7 +12,9 @@ A liar's work is judged by the code that clients run, at the default budget and 
 `--table` prints the rows of `swarmnode/plan/audits.py`.
 
 `--packed` compares packed models by the digests of peers of one class of equal bits, between one thread and two. It prints how many
-positions differ among honest peers, after each round of texts, and in how many texts a lie shows.
+positions differ among honest peers, after each round of texts, and in how many texts of the first round a lie shows. With
+`--layers N` a text goes through the first N layers and through the last N without the head, instead of the whole model: more
+positions an hour, of the same products, caches and passes.
 
 `--equal-bits` prints tokens/s with `run --equal-bits` relative to plain products in bfloat16, of decoding and of a prompt
 of 512; and of a session of 640 positions whose hop states digests, relative to one without a statement, and its bytes
@@ -89,12 +91,16 @@ class Replica:
 class PackedReplica(Replica):
     """Packed model with fast products, in three hops. Its spans are loaded once."""
 
+    layers: int = 0  # of each of two hops; 0: the whole model in three
     spans: list[ModelSpan] = field(default_factory=list)
 
     def runners(self) -> list[StageRunner]:
-        third = self.checkpoint.family.units // 3
+        units, layers = self.checkpoint.family.units, self.layers
+        third = units // 3
         if not self.spans:
-            hops = (0, third), (third, 2 * third), (2 * third, self.checkpoint.family.units)
+            hops = [(0, third), (third, 2 * third), (2 * third, units)]
+            if layers:
+                hops = [(0, layers + 1), (units - 1 - layers, units - 1)]  # without the embedding and the head
             dtype = getattr(torch, self.number_format)
             self.spans.extend(load_span(self.checkpoint, *hop, dtype=dtype, products=FAST) for hop in hops)
         return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30)) for span in self.spans]
@@ -142,10 +148,12 @@ def as_served(dice: random.Random) -> Passes:
         yield works
 
 
-def as_audited() -> Passes:
+def as_audited(chunks: Sequence[int] = (CHUNK,), dice: random.Random | None = None) -> Passes:
+    """Yield the passes of an audit: each text alone, in parts of one of the `chunks`."""
     for session in range(SESSIONS):
-        for start in range(0, POSITIONS, CHUNK):
-            yield [(session, start, min(POSITIONS, start + CHUNK))]
+        size = (dice or random).choice(chunks)
+        for start in range(0, POSITIONS, size):
+            yield [(session, start, min(POSITIONS, start + size))]
 
 
 @torch.inference_mode()
@@ -163,7 +171,7 @@ def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resu
         for index, runner in enumerate(runners):
             results = runner.run([StepInput(session, x[session], want=WANT_ALL) for session in x])
             for (session, start, end), result in zip(works, results, strict=True):
-                if index + 1 == len(runners):
+                if runner.span.end == replica.checkpoint.family.units:
                     tokens_ST[session, start:end] = result.output[0].float().argmax(-1)
                     continue
                 sent_BTH = decode(*encode(result.output, codec))
@@ -173,7 +181,8 @@ def compute(replica: Replica, ids_ST: Tensor, passes: Passes, codec: Codec, resu
 
     dtype = runners[0].span.dtype
     width = runners[0].span.hidden_size
-    hidden = [torch.zeros(SESSIONS, POSITIONS, width, dtype=dtype) for _ in HOPS[:-1]]
+    sending = [runner for runner in runners if runner.span.end < replica.checkpoint.family.units]
+    hidden = [torch.zeros(SESSIONS, POSITIONS, width, dtype=dtype) for _ in sending]
     tokens_ST = torch.zeros(SESSIONS, POSITIONS, dtype=torch.int64)
     for session in range(SESSIONS):
         open_session(session)
@@ -265,8 +274,8 @@ def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
 
 
 def of_one_class(replica: PackedReplica, positions: int, seed: int, vocabulary: int) -> dict[str, Any]:
-    """Compare texts as they are served with one thread, and as an audit computes them with two, by digests. Prints the counts after
-    each round."""
+    """Compare texts as they are served, and as an audit computes them, by digests. In half of the rounds one of the two has one
+    thread and the other two. Prints the counts after each round."""
     dice, done, differ, codecs = random.Random(seed), 0, 0, (Codec.NONE, Codec.INT8, Codec.BF16)
     lies = {name: [0, 0] for name in LIES}
     began_s = time.process_time()
@@ -274,10 +283,11 @@ def of_one_class(replica: PackedReplica, positions: int, seed: int, vocabulary: 
         seed += 1
         codec = codecs[seed % len(codecs)]
         ids_ST = torch.randint(0, vocabulary, (SESSIONS, POSITIONS), generator=torch.Generator().manual_seed(seed))
-        torch.set_num_threads(1)
+        threads = THREADS[seed % len(THREADS)]
+        torch.set_num_threads(threads[0])
         served = compute(replica, ids_ST, as_served(random.Random(seed)), codec, range(0, SESSIONS, 4))
-        torch.set_num_threads(2)
-        again = compute(replica, ids_ST, as_audited(), codec)
+        torch.set_num_threads(threads[1])
+        again = compute(replica, ids_ST, as_audited(CHUNKS, dice), codec)
         torch.set_num_threads(1)
         key = dice.randbytes(SEED_BYTES)
         for session in range(SESSIONS):
@@ -286,7 +296,7 @@ def of_one_class(replica: PackedReplica, positions: int, seed: int, vocabulary: 
                 [deviations(digests(h[session], key), k) for h, k in zip(served.hidden, known, strict=True)]
             )
             differ += int(((apart_T > 0).any(0) | (served.tokens_ST[session] != again.tokens_ST[session])).sum())
-            for name, lie in LIES.items():
+            for name, lie in LIES.items() if done == 0 else ():
                 lied_TH = lie(served.hidden[0][session].clone(), dice.randrange(1, POSITIONS))
                 lies[name][0] += max(deviations(digests(lied_TH, key), known[0])) > 0
                 lies[name][1] += 1
@@ -312,6 +322,8 @@ def _swapped(hidden_TH: Tensor, at: int) -> Tensor:
     return hidden_TH
 
 
+THREADS = (1, 2), (1, 1), (2, 1), (1, 1)  # as served, and as audited
+CHUNKS = (7, 32, 33, 64, POSITIONS)  # of an audit's prompts
 LIES = {"one bit": _one_bit, "3 % of noise": _noise, "swapped": _swapped}
 
 # -- liars
@@ -505,16 +517,16 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=1_000_000)
     parser.add_argument("--equal-bits", action="store_true")
     parser.add_argument("--model", type=Path, metavar="FOLDER")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.equal_bits:
-        print(json.dumps(costs(args.model, args.layers), indent=2))
+        print(json.dumps(costs(args.model, args.layers or 6), indent=2))
         return
     if args.packed:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = open_model(args.packed, Path(folder, "model"), packs=True)
-            replica = PackedReplica(checkpoint, "float32")
+            replica = PackedReplica(checkpoint, "float32", args.layers)
             found = of_one_class(replica, args.positions, args.seed, checkpoint.config.vocab_size)
         print(json.dumps(found, indent=2))
         return

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -56,19 +56,18 @@ from swarmnode.swarm.records.statement import Statement, open_statement
 
 @dataclass(frozen=True)
 class HopAccount:
-    """Account of one hop for positions [0, T): its last `statement`, the signed bytes of it (`raw`), and the sketches
-    of both edges.
+    """Account of one hop for positions [0, T): its last `statement`, the signed bytes of all its statements (`raws`), and the
+    sketches of both edges.
 
     `received_TK` is None if the hop received token ids, `sent_TK` is None if the hop sent no states (the last hop). With `digests`
     both hold digests instead.
     """
 
     statement: Statement
-    raw: bytes
+    raws: tuple[bytes, ...]
     received_TK: Tensor | None
     sent_TK: Tensor | None
     digests: bool = False
-    raws: tuple[bytes, ...] = ()  # all signed statements
 
 
 async def fetch_account(
@@ -102,8 +101,8 @@ async def fetch_account(
     received = [part.received_TK for part in parts if part.received_TK is not None]
     sent = [part.sent_TK for part in parts if part.sent_TK is not None]
     received_TK, sent_TK = (torch.cat(edge) if edge else None for edge in (received, sent))
-    raws = tuple(part.raw for part in parts)
-    return HopAccount(last, parts[-1].raw, received_TK, sent_TK, parts[-1].digests, raws)
+    raws = tuple(raw for part in parts for raw in part.raws)
+    return HopAccount(last, raws, received_TK, sent_TK, parts[-1].digests)
 
 
 async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
@@ -137,7 +136,7 @@ def read_account(raw: bytes, payload: Buffer, swarm: bytes, *, digests: bool = F
     received_TK = read(payload[:size_bytes], statement.count) if statement.start > 0 else None
     rest = payload[size_bytes:] if received_TK is not None else payload
     sent_TK = read(rest, statement.count) if len(rest) else None
-    return HopAccount(statement, raw, received_TK, sent_TK, digests)
+    return HopAccount(statement, (raw,), received_TK, sent_TK, digests)
 
 
 log = logging.getLogger(__name__)
@@ -289,6 +288,22 @@ def compare(
     return Comparison(tuple(judgements))
 
 
+AskHops = Callable[[bytes, Route], Awaitable[Sequence[HopAccount]]]
+"""Function that fetches the accounts of a session from all hops of a route"""
+
+
+async def run_text(replays: Replays, spec: SessionSpec, ids: Sequence[int], route: Route, ask: AskHops) -> TextRun:
+    """Compute the text `ids` again over `route`, as `spec` says, and return the run with the hops' accounts. The last token is
+    drawn and not fed. Raises the error that ended the session."""
+    assert spec.sampling is not None
+    prompt, end = spec.sampling.prompt_length, len(ids) - 1
+    sampling = msgspec.structs.replace(spec.sampling, max_new_tokens=end + 1 - prompt)  # the session ends there
+    async with replays.session(route, replace(spec, sampling=sampling, max_length=end)) as session:
+        drawn = await replays.draw(session, ids[:end], prompt, lambda received: received.position == end)
+        await session.stay()
+        return TextRun(route, await ask(session.id, route), drawn)
+
+
 class AuditCase:
     """Audit of one text `ids`, which begins with a prompt; `spec` says how its tokens are drawn.
 
@@ -355,7 +370,7 @@ class AuditCase:
                 else:
                     self._findings.doubt(original.route[0].peer, self._name)
                 return "doubt"
-        second = None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
+        second = await self._run(again)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # without a doubt: a token may have come back to this route sooner than its input did
         comparison = self._compare(original, second)
@@ -382,7 +397,8 @@ class AuditCase:
         near, suspects = not judged.false, (original.route[index].peer, second.route[index].peer)
         if suspects[0] == suspects[1]:  # a single time may be noise that was never measured
             return "passed" if near else "false" if self._findings.doubt(suspects[0], self._name) else "doubt"
-        third, alone = await self._run_again(original.route, suspects[1]), None
+        another = self._referee.another_route(original.route, suspects[1], same_bits=self._exact)
+        third, alone = await self._run(another), None
         if third is not None and third.route[index].peer not in suspects and third.contradiction(self.ids) is None:
             agree = [
                 self._compare(run, third).agree_at(index, judged.compared, closely=near) for run in (original, second)
@@ -488,17 +504,9 @@ class AuditCase:
             raise ProtocolError("its statement has another number format than it announced", peer=peer)
         return account
 
-    async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:
-        """Run the text over another route without `avoided`; None if no hop has another peer. Raises the error that
-        ended the run."""
-        again = self._referee.another_route(route, *avoided, same_bits=self._exact)
-        return None if again is None else await asyncio.wait_for(self._run(again), RUN_S)
-
-    async def _run(self, route: Route) -> TextRun:
-        prompt, end = self._sampling.prompt_length, self._end
-        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=end + 1 - prompt)  # the session ends there
-        spec = replace(self._spec, sampling=sampling, max_length=end)
-        async with self._replays.session(route, spec) as session:
-            drawn = await self._replays.draw(session, self.ids[:end], prompt, lambda received: received.position == end)
-            await session.stay()
-            return TextRun(route, await self._ask(session.id, route), drawn)
+    async def _run(self, route: Route | None) -> TextRun | None:
+        """Run the text over another route; None if there is none. Raises the error that ended the run."""
+        text = self.ids[: self._end + 1]
+        if route is None:
+            return None
+        return await asyncio.wait_for(run_text(self._replays, self._spec, text, route, self._ask), RUN_S)

@@ -213,7 +213,7 @@ class Reports:
     async def _publish(self, ids: Sequence[int], said: HopAccount) -> None:
         """Publish a report that the author of the account `said` computed the text `ids` falsely."""
         host, now = self._host, self._host.clock.unix()
-        report = Report(host.swarm.id, host.peer_id, said.statement.peer, now, PROMPT_TOKENS, tuple(ids), said.raw)
+        report = Report(host.swarm.id, host.peer_id, said.statement.peer, now, PROMPT_TOKENS, tuple(ids), said.raws[-1])
         key, subkey = report_key(report.swarm), report_subkey(report.author, report.accused)
         storing = host.network.dht.store(
             key, subkey, sign_report(report, host.identity.sign), expires_at=report.at + LIFE_S
@@ -272,8 +272,6 @@ class Reports:
             return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
         results: list[str] = []
-        while len(results) < TRIALS and "false" not in results:
+        while not self._auditor.standing.has_settled(report.author, accused, results):
             results.append((await self._try(report.ids[: report.prompt], route))[0])
         log.info("%r: %s", report, ", ".join(results))
-        if set(results) == {"passed"}:
-            self._auditor.standing.doubt(report.author, f"honest results of {report.accused}, which it accused")

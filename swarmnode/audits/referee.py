@@ -130,11 +130,16 @@ class Referee:
         """Whether the maximal number of audits is running."""
         return len(self._tasks) >= MAX_AUDITS
 
-    def another_route(self, route: Sequence[HopSpec], *avoided: PeerId, same_bits: bool = False) -> Route | None:
-        """Draw other peers for the hops of `route`, none of them `avoided` or shunned, and with `same_bits` of the same classes of
-        equal bits. A hop without another peer keeps its own; None if all do."""
+    def another_route(
+        self,
+        route: Sequence[HopSpec],
+        *avoided: PeerId,
+        same_bits: bool = False,
+        kinds: Sequence[tuple[str, bytes] | None] = (),
+    ) -> Route | None:
+        """Draw other peers for the hops of `route`, none of them `avoided` or shunned, by `second_route`."""
         peers, avoid = self.host.directory.peers(), self.standing.shunned.union(avoided)
-        return second_route(route, peers, self.dice, avoid=avoid, same_bits=same_bits)
+        return second_route(route, peers, self.dice, avoid=avoid, same_bits=same_bits, kinds=kinds)
 
     def audit_route(self, route: Sequence[HopSpec], *, moved: bool) -> tuple[Route | None, bool]:
         """Draw other peers to compute the text of a session over `route` again. Returns them, and whether digests decide."""

@@ -11,12 +11,12 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
-from swarmnode.audits.audit_case import TextRun, fetch_account
+from swarmnode.audits.audit_case import HopAccount, TextRun, fetch_account, run_text
 from swarmnode.audits.referee import RUN_S, Referee, Replays
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.body import HopSpec
@@ -30,10 +30,8 @@ from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import SessionSpec
 from swarmnode.serving.session.session_streams import ids_digest
-from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.statement import (
     MAX_RECEIPT_IDS,
-    MAX_TEXT_RECEIPT_BYTES,
     Statement,
     TextReceipt,
     open_statement,
@@ -41,7 +39,6 @@ from swarmnode.swarm.records.statement import (
     sign_text_receipt,
 )
 
-MAX_BYTES = MAX_TEXT_RECEIPT_BYTES
 PROVED, REFUTED, NOT_PROVED = "proved", "refuted", "not proved"
 _CLASSLESS = "it states no class of equal bits"
 
@@ -59,10 +56,9 @@ async def issue(host: Host, replays: Replays, session: ClientSession, ids: Seque
     if spec.adapter or spec.follows_grammar or len(ids) > MAX_RECEIPT_IDS:
         raise ProtocolError(f"it has an adapter, a grammar or more than {MAX_RECEIPT_IDS} tokens")
     await session.stay()
-    seed, end = secrets.token_bytes(SEED_BYTES), len(ids) - 1
-    asked = (session.id, seed, end, host.swarm.id)
-    fetching = (fetch_account(replays.statements, hop.peer, *asked, length=end, digests=True) for hop in session.route)
-    accounts = await asyncio.gather(*fetching)
+    end = len(ids) - 1
+    ask = partial(_ask, replays, host.swarm.id, secrets.token_bytes(SEED_BYTES), end)
+    accounts = await ask(session.id, session.route)
     drawn = {at: ids[at] for at in range(max(spec.sampling.prompt_length, session.received_end), end + 1)}
     if TextRun(session.route, accounts, drawn).contradiction(ids) is not None:
         raise ProtocolError("two of its hops contradict each other")
@@ -124,19 +120,35 @@ async def verify_text(
     referee: Referee, replays: Replays, receipt: TextReceipt, hops: Sequence[Sequence[Statement]]
 ) -> list[HopVerdict]:
     """Have two other peers of each hop's class compute the text again, and return a verdict for each hop."""
-    first, able_first = _route(referee, hops, ())
-    second, able_second = _route(referee, hops, [hop.peer for hop in first])
-    able = min(able_first, able_second)
     said = [parts[0] for parts in hops]
+    own = tuple(HopSpec(one.peer, one.start, one.end) for one in said)
+    kinds = [(one.number_format, one.bits) for one in said]
+    first = referee.another_route(own, referee.host.peer_id, same_bits=True, kinds=kinds) or own
+    avoided = (referee.host.peer_id, *(hop.peer for hop in first))
+    second = referee.another_route(own, *avoided, same_bits=True, kinds=kinds) or own
+    moved = [new != old != other for new, old, other in zip(first, own, second, strict=True)]
+    able = [*moved, False].index(False)  # hops from the first on that have two other peers
     none = "no two other peers of its class of equal bits are here"
     if able == 0:
         return [
             HopVerdict(one.peer, one.start, one.end, NOT_PROVED, (), none if one.bits else _CLASSLESS) for one in said
         ]
+    sampling, ids, codec = receipt.sampling, receipt.ids, Codec(receipt.codec)
+    prompt = sampling.prompt_length
+    spec = SessionSpec(
+        Mode.RING,
+        max_length=len(ids) - 1,
+        sampling=sampling,
+        codec=codec,
+        codecs=receipt.codecs,
+        prompt_tokens=prompt - 1,
+        prompt=ids[:prompt] if sampling.counts_prompt else (),
+    )
+    ask = partial(_ask, replays, receipt.swarm, said[0].seed, len(ids) - 1)
     runs: list[TextRun] = []
     for route in (first, second):
         try:
-            runs.append(await asyncio.wait_for(_run(referee, replays, receipt, said[0].seed, route), RUN_S))
+            runs.append(await asyncio.wait_for(run_text(replays, spec, ids, route, ask), RUN_S))
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             why = f"the text could not be computed again: {error or 'no answer in time'}"
             return [HopVerdict(one.peer, one.start, one.end, NOT_PROVED, (), why) for one in said]
@@ -179,51 +191,10 @@ def _judge(
     return verdicts
 
 
-def _route(referee: Referee, hops: Sequence[Sequence[Statement]], avoid: Sequence[PeerId]) -> tuple[Route, int]:
-    """Return other peers for the hops of a receipt, none to `avoid`, and how many hops from the first on have one of their
-    class. The
-    hops behind keep their own peers."""
-    host, shunned = referee.host, referee.standing.shunned
-    peers = host.directory.peers()
-    used = {host.peer_id, *avoid, *shunned, *(parts[0].peer for parts in hops)}
-    route: list[HopSpec] = []
-    able = 0
-    for index, parts in enumerate(hops):
-        said = parts[0]
-        alike = [
-            peer.peer
-            for peer in peers.values()
-            if peer.peer not in used
-            and peer.life is State.READY
-            and peer.span[0] <= said.start
-            and said.end <= peer.span[1]
-            and peer.bits == said.bits != b""
-        ]
-        chosen = referee.dice.choice(sorted(alike)) if alike and able == index else said.peer
-        able += chosen != said.peer
-        used.add(chosen)
-        route.append(HopSpec(chosen, said.start, said.end))
-    return tuple(route), able
-
-
-async def _run(referee: Referee, replays: Replays, receipt: TextReceipt, seed: bytes, route: Route) -> TextRun:
-    """Compute a receipt's text again over `route`. Raises the error that ended the session."""
-    prompt, end = receipt.sampling.prompt_length, len(receipt.ids) - 1
-    sampling = msgspec.structs.replace(receipt.sampling, max_new_tokens=end + 1 - prompt)
-    spec = SessionSpec(
-        Mode.RING,
-        max_length=end,
-        sampling=sampling,
-        codec=Codec(receipt.codec),
-        codecs=receipt.codecs,
-        prompt_tokens=prompt - 1,
-        prompt=receipt.ids[:prompt] if sampling.counts_prompt else (),
-    )
-    async with replays.session(route, spec) as session:
-        drawn = await replays.draw(session, receipt.ids[:end], prompt, lambda received: received.position == end)
-        await session.stay()
-        asked = (session.id, seed, end, referee.host.swarm.id)
-        accounts = [
-            await fetch_account(replays.statements, hop.peer, *asked, length=end, digests=True) for hop in route
-        ]
-        return TextRun(route, accounts, drawn)
+async def _ask(
+    replays: Replays, swarm: bytes, seed: bytes, end: int, session: bytes, route: Route
+) -> Sequence[HopAccount]:
+    """Fetch the digests of a session's first `end` positions from all its hops. Raises the first error of a fetch."""
+    asked = (session, seed, end, swarm)
+    fetching = (fetch_account(replays.statements, hop.peer, *asked, length=end, digests=True) for hop in route)
+    return await asyncio.gather(*fetching)

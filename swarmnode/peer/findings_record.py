@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from swarmnode import tolerances
@@ -86,6 +86,14 @@ class Findings:
         """Add that `peer` contradicts itself, or others, about `what`, a text or another peer. Returns whether it is shunned for
         it."""
         return self.add(peer, Kind.CONTRADICTION, f"it contradicts {what}", other=what)
+
+    def has_settled(self, author: PeerId, accused: PeerId, results: Sequence[str]) -> bool:
+        """Return whether an accusation is settled by the `results` of audits or checks of the accused peer: one was false, or there
+        are TRIALS. If all of these passed, the author is in doubt from now on."""
+        is_over = "false" in results or len(results) >= tolerances.TRIALS
+        if is_over and set(results) == {"passed"}:
+            self.doubt(author, f"honest results of {accused}, which it accused")
+        return is_over
 
     def of(self, peer: PeerId) -> PeerStanding:
         """Return the standing of a peer; that of a newcomer if nothing was found."""

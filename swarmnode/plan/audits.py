@@ -190,31 +190,36 @@ def second_route(
     *,
     avoid: Collection[PeerId] = (),
     same_bits: bool = False,
+    kinds: Sequence[tuple[str, bytes] | None] = (),
 ) -> tuple[HopSpec, ...] | None:
     """Return `route` with each hop moved to a random other peer that can replace it; None if no hop has a replica.
 
-    A replica is ready, holds the hop's layers and announces the same number format as the hop's peer, which `peers` must have. The
-    choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are never
-    chosen as replicas. With `same_bits` replicas also are of the class of equal bits that the hop's peer announces; None if a hop
-    has no class.
+    A replica is ready, holds the hop's layers and announces the hop's number format. The choice is random so that no peer can
+    arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are never chosen as replicas. With `same_bits`
+    replicas also are of the hop's class of equal bits; None if a hop has no class.
+
+    Args:
+        kinds: Number format and class of each hop. Default: what its peer announces; then `peers` must have it. With `kinds`, a hop
+            without a class has no replica of the same bits.
     """
-    classes = [peers[hop.peer].bits if hop.peer in peers else b"" for hop in route]
-    if same_bits and not all(classes):
-        return None
+    if not kinds:
+        known = [peers.get(hop.peer) for hop in route]
+        kinds = [(peer.number_format, peer.bits) if peer is not None else None for peer in known]
+        if same_bits and not all(kind is not None and kind[1] for kind in kinds):
+            return None
     used: set[PeerId] = {hop.peer for hop in route}
     second: list[HopSpec] = []
-    for hop in route:
-        original = peers.get(hop.peer)
+    for hop, kind in zip(route, kinds, strict=True):
         able = [
             peer.peer
             for peer in peers.values()
-            if original is not None
+            if kind is not None
             and peer.peer not in {*used, *avoid}
             and peer.life is State.READY
             and peer.span[0] <= hop.start
             and hop.end <= peer.span[1]
-            and peer.number_format == original.number_format
-            and (not same_bits or peer.bits == original.bits)
+            and peer.number_format == kind[0]
+            and (not same_bits or peer.bits == kind[1] != b"")
         ]
         chosen = random.choice(sorted(able)) if able else hop.peer
         used.add(chosen)

@@ -39,7 +39,7 @@ def run(first: torch.Tensor, second: torch.Tensor, drawn: list[int], name: str =
                 *(bytes(32), hop.peer, bytes(16), hop.start, hop.end, "float32", Codec.NONE, SEED, 0, 64),
                 *(edges[index], edges[index + 1], bytes(32)),
             ),
-            b"",
+            (),
             sketches[index],
             sketches[index + 1],
         )
@@ -69,7 +69,7 @@ def test_two_number_formats_get_no_verdict_and_no_hop_behind_them_gets_one() -> 
         lied = far.accounts[index]
         assert compare(HONEST, far, lambda _unit: Codec.NONE, Calibration()).false_hop == index
         statement = msgspec.structs.replace(lied.statement, number_format="packed")
-        far.accounts[index] = HopAccount(statement, b"", lied.received_TK, lied.sent_TK)  # type: ignore[index]
+        far.accounts[index] = HopAccount(statement, (), lied.received_TK, lied.sent_TK)  # type: ignore[index]
         found = compare(HONEST, far, lambda _unit: Codec.NONE, Calibration())
         assert (found.false_hop, found.near_hop, found.unclear, len(found.judgements)) == (None, None, True, index)
 
@@ -77,7 +77,7 @@ def test_two_number_formats_get_no_verdict_and_no_hop_behind_them_gets_one() -> 
 def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> None:
     honest, lied = run(states(1), states(2), IDS), run(states(1, 1e-2), states(2), IDS)
     keeps_its_digest = HopAccount(
-        honest.accounts[0].statement, b"", None, lied.accounts[0].sent_TK
+        honest.accounts[0].statement, (), None, lied.accounts[0].sent_TK
     )  # of what was sent, beside a sketch of what was not
     changes_both = lied.accounts[0]
     for account in (keeps_its_digest, changes_both):
@@ -88,9 +88,9 @@ def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> N
 def test_a_last_hop_signs_for_the_tokens_that_it_told() -> None:
     told, signed = run(states(1), states(2), IDS), run(states(1), states(2), [*IDS[:-1], 9]).accounts[-1]
     assert told.contradiction(IDS) is None
-    nothing = HopAccount(msgspec.structs.replace(signed.statement, sent=Edge()), b"", signed.received_TK, None)
+    nothing = HopAccount(msgspec.structs.replace(signed.statement, sent=Edge()), (), signed.received_TK, None)
     beyond = Edge(told.accounts[-1].statement.sent.digest, 0, 65)
-    more = HopAccount(msgspec.structs.replace(signed.statement, sent=beyond), b"", signed.received_TK, None)
+    more = HopAccount(msgspec.structs.replace(signed.statement, sent=beyond), (), signed.received_TK, None)
     for account in (signed, nothing, more):
         assert TextRun(told.route, [*told.accounts[:-1], account], told.drawn).contradiction(IDS) == 3
 
@@ -119,7 +119,7 @@ def test_a_replaced_hops_sketches_count_from_where_it_took_over() -> None:
     assert sender.sent_TK is not None
     anew_TK = sender.sent_TK.clone()
     anew_TK[:32] *= 1.01
-    accounts = [moved.accounts[0], HopAccount(sender.statement, b"", sender.received_TK, anew_TK), moved.accounts[2]]
+    accounts = [moved.accounts[0], HopAccount(sender.statement, (), sender.received_TK, anew_TK), moved.accounts[2]]
     assert TextRun(moved.route, accounts, {}, moved=True).contradiction(IDS) is None
     assert TextRun(moved.route, accounts, {}).contradiction(IDS) == 2, "the session's first route has no such edge"
 
@@ -171,7 +171,7 @@ def exact(
     plain = run(first, second, drawn)
     found = [None, digests(first, seed), digests(second, seed), None]
     accounts = [
-        HopAccount(msgspec.structs.replace(account.statement, bits=bits), b"", found[at], found[at + 1], digests=True)
+        HopAccount(msgspec.structs.replace(account.statement, bits=bits), (), found[at], found[at + 1], digests=True)
         for at, account in enumerate(plain.accounts)
     ]
     return TextRun(plain.route, accounts, plain.drawn)
@@ -219,7 +219,7 @@ def test_forged_and_replayed_digests_contradict_the_receiver() -> None:
 
 def with_digests_of(of: HopAccount, digests_of: HopAccount) -> HopAccount:
     """The statement of one account with the digests of another."""
-    return HopAccount(of.statement, b"", of.received_TK, digests_of.sent_TK, digests=True)
+    return HopAccount(of.statement, (), of.received_TK, digests_of.sent_TK, digests=True)
 
 
 def test_digests_do_not_depend_on_how_positions_came() -> None:

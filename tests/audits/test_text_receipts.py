@@ -16,6 +16,7 @@ from torch import Tensor
 from swarmnode.audits.text_receipts import open_receipt, verify_text
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.errors import ProtocolError
+from swarmnode.ledger import Account
 from swarmnode.net.identity import Identity
 from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.statement import sign_statement, sign_text_receipt
@@ -32,11 +33,23 @@ async def with_receipt(folder: Path, **options: Any) -> AsyncIterator[tuple[Virt
     stages: Any = {"dtype": "bfloat16", "equal_bits": True}
     async with three_by_two(lambda swarm: swarm.create(model), folder, **stages) as (swarm, client):
         kept: list[tuple[bytes, str]] = []
-        client.auditor.on_receipt = lambda raw, why: kept.append((raw, why))
+        hosts = [member.node._host for member in swarm.members.values() if member.node._host is not None]
+        held: list[int] = []  # number of hops whose ledgers count journals when the receipt is written
+
+        def holders() -> int:
+            return sum(host.link_config.ledger.accounts().get(Account.JOURNALS, 0) > 0 for host in hosts)
+
+        def keep(raw: bytes, why: str) -> None:
+            kept.append((raw, why))
+            held.append(holders())
+
+        client.auditor.on_receipt = keep
         await client.generate(PROMPT, max_new_tokens=12, temperature=1.0, seed=3, **options)
         await client.auditor.idle()
         client.auditor.on_receipt = None
-        assert kept[0][1] == ""
+        assert kept[0][1] == "" and held == [2]
+        await asyncio.sleep(5.0)
+        assert holders() == 0
         yield swarm, client, kept[0][0]
 
 

@@ -8,14 +8,15 @@ import pytest
 
 from swarmnode.cli.use.verify import _tell
 from tests.cli.command import invoke
+from tests.cli.test_owner import founded
 
 
-@pytest.mark.parametrize("content", [None, bytes((1 << 21) + 1)])
+@pytest.mark.parametrize("content", [None, b"", bytes((1 << 21) + 1), b"Once upon a time", bytes(300)])
 def test_a_file_that_cannot_be_a_receipt_is_a_usage_error(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "story.receipt"
     if content is not None:
         path.write_bytes(content)
-    told = invoke("verify", str(path), "friends")
+    told = invoke("verify", str(path), str(founded(tmp_path)))
     assert told.returncode == 2 and "story.receipt" in told.stderr and "Traceback" not in told.stderr
 
 

@@ -78,3 +78,27 @@ def test_ctrl_c_twice_leaves_now(stages: Stages) -> None:
     member.kill(signal.SIGINT)
     assert member.finish(STOP_TIMEOUT_S) in (0, 1)
     assert "Traceback" not in member.tail()
+
+
+def test_a_receipt_is_written_and_verified(tiny: TinyModel, tmp_path: Path) -> None:
+    """Three machines of one class: two of them prove what the third one computed, one alone proves nothing."""
+    with ForkedSwarm(tmp_path) as local:
+        local.create(tiny.folder, "--equal-bits")
+        local.bootstrap()
+        nodes = [local.node(name, "--span", "0:6") for name in ("a", "b", "c")]
+        for member in nodes:
+            member.wait_for("ready")
+        home, receipt, ids = tmp_path / "user", tmp_path / "story.receipt", ",".join(map(str, PROMPT))
+        ordered = ("generate", str(local.file), "--ids", ids, "-n", "8", "--receipt")
+        done = swarmnode(*ordered, str(receipt), home=home)
+        assert done.returncode == 0 and "swarmnode verify" in done.stderr
+        assert_clear(swarmnode(*ordered, str(tmp_path), home=home), 2, str(tmp_path))
+        verified = swarmnode("verify", str(receipt), str(local.file), "--json", home=home)
+        (hop,) = json.loads(verified.stdout)["hops"]
+        assert verified.returncode == 0 and {hop["peer"], *hop["by"]} == {member.peer for member in nodes}
+        next(member for member in nodes if member.peer != hop["peer"]).kill()
+        late = swarmnode("verify", str(receipt), str(local.file), home=home)
+        assert late.returncode == 1 and "not proved" in late.stdout
+        local.stop()  # not even the bootstrap peer is there: files are told apart all the same
+        receipt.write_bytes(receipt.read_bytes()[:-1])
+        assert_clear(swarmnode("verify", str(receipt), str(local.file), home=home), 2, "damaged")

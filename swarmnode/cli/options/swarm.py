@@ -159,12 +159,12 @@ TRUST = option(
 )
 
 
-def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
-    """Join the swarm, return the result of `question`, awaited if it is awaitable, and leave. Raises UsageError, NetworkDown,
-    NotAdmitted."""
+def ask(swarm: str | Swarm, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
+    """Join the swarm (as the user named it, or opened already), return the result of `question`, awaited if it is awaitable, and
+    leave. Raises UsageError, NetworkDown, NotAdmitted."""
 
     async def ask_client(stop: asyncio.Event) -> Any:
-        loaded = open_swarm(swarm, home)
+        loaded = open_swarm(swarm, home) if isinstance(swarm, str) else swarm
         with spinner(f"Joining {loaded.name}"):
             from swarmnode.client.swarm_client import SwarmClient
 

@@ -16,7 +16,7 @@ from swarmnode.cli.options.metrics import PassingMetricsOptions
 from swarmnode.cli.options.sampling_options import SamplingOptions
 from swarmnode.cli.options.swarm import PATIENCE, SWARM, TRUST, asking
 from swarmnode.counting import ranges
-from swarmnode.files import write_private
+from swarmnode.files import may_write, write_private
 from swarmnode.terminal.console import (
     HOME,
     JSON,
@@ -75,6 +75,9 @@ def generate(
         fail("give either a PROMPT or --ids", 2)
     options, tokens = sampling.options(), parse_ids(ids) if ids else None
     watch = metrics.watch(home)
+    if receipt is not None and (receipt.is_dir() or not may_write(receipt.parent)):
+        fail(f"cannot write the receipt {receipt}: give a file in a folder that you may write to", 2)
+    no_receipt: list[str] = []  # why there is none
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         started_s = time.monotonic()
@@ -89,11 +92,11 @@ def generate(
             left_s = max(1.0, patience - (time.monotonic() - started_s))
             client.config = dataclasses.replace(client.config, patience_s=left_s)
             if receipt is not None:
-                client.auditor.on_receipt = lambda raw, why: _keep(receipt, raw, why)
+                client.auditor.on_receipt = lambda raw, why: _keep(receipt, raw) if raw else no_receipt.append(why)
             async with watch.over(client.manifest.name, client.readings):
                 result = await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
-            if receipt is not None:
-                await client.auditor.idle()
+            if receipt is not None and await unless_stopped(client.auditor.idle(), stop) is None and stop.is_set():
+                no_receipt.append("no receipt of this text: interrupted")
             return result
 
     result = run_async(produce)
@@ -101,15 +104,14 @@ def generate(
         fail("interrupted")
     if as_json:
         print_json(result)
+    if no_receipt:
+        fail(no_receipt[0])
 
 
-def _keep(path: Path, raw: bytes, why: str) -> None:
-    """Write a receipt to `path`, or say why there is none."""
-    if raw:
-        write_private(path, raw)
-        say(f"Receipt: {path}; check it with: swarmnode verify {path}", err=True)
-    else:
-        say(why, err=True)
+def _keep(path: Path, raw: bytes) -> None:
+    """Write a receipt to `path`. Raises LocalError if it cannot be written."""
+    write_private(path, raw)
+    say(f"Receipt: {path}; check it with: swarmnode verify {path}", err=True)
 
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:

@@ -106,6 +106,8 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
                 again = again or trace_again(model_class, config, model)
                 found = _trace_model(model_class, config, model, has_mask)
                 break
+            except _UnsharedHeads:
+                raise
             except (CheckpointError, StrictDataclassError) as error:
                 first_error = first_error or error
         if again is not None and (found is None or not (again.calls and again.calls.is_plain(config.hidden_size))):
@@ -268,12 +270,18 @@ def check_attention(query: Sequence[int], key: Sequence[int], value: Sequence[in
         )
 
 
+class _UnsharedHeads(CheckpointError):
+    """Config whose attention heads cannot share the heads of keys and values: no way of computing it is left to try."""
+
+
 def _traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return torch's attention. Raises CheckpointError if the config's heads do not fit together."""
     try:
         check_attention(query.shape, key.shape, value.shape)
     except ValueError as error:
-        raise CheckpointError(f"{type(module).__name__}: {error}; correct config.json") from None
+        is_shared = bool(key.shape[1]) and not query.shape[1] % key.shape[1]
+        kind = CheckpointError if is_shared else _UnsharedHeads  # torch knows more shapes than ggml, but not those
+        raise kind(f"{type(module).__name__}: {error}; correct config.json") from None
     return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 

@@ -36,7 +36,7 @@ from swarmnode.peer.questions import LocalPeer, ask, board_of
 from swarmnode.plan.audits import AuditBudget, Calibration, Judgement, SessionCost
 from swarmnode.plan.findings import Kind
 from swarmnode.swarm.records.statement import open_commitment
-from swarmnode.tolerances import CONTRIBUTED, TRIALS
+from swarmnode.tolerances import CONTRIBUTED
 from swarmnode.training.spot_checks.check_examination import (
     Examination,
     FalseWork,
@@ -85,16 +85,13 @@ class Suspicions:
         return next((accused for author, accused in told if author in peers and accused in peers), None)
 
     def record_check(self, accused: PeerId, result: str) -> None:
-        """Record the result of a check of a peer, whatever the reason for the check. Ends accusations that are confirmed or
-        checked TRIALS times."""
+        """Record the result of a check of a peer, whatever the reason for the check. Ends accusations that are settled."""
         for author, (told, results) in list(self._by_author.items()):
             if told != accused:
                 continue
             results.append(result)
-            if result == "false" or len(results) == TRIALS:
+            if self._standing.has_settled(author, accused, results):
                 del self._by_author[author]
-            if results == ["passed"] * TRIALS:
-                self._standing.doubt(author, f"honest results of {accused}, which it accused")
 
 
 @dataclass(eq=False)

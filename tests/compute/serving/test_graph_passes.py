@@ -43,6 +43,7 @@ from swarmnode.compute.serving.runner import (
     StepInput,
 )
 from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.serving.span_part import find_bits
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack
 from tests.numerics.families import tiny_config
@@ -295,6 +296,7 @@ def test_a_session_beside_one_with_an_adapter_has_the_same_bits(tmp_path: Path) 
     a_RI, b_OR = (torch.randn(shape, generator=random) for shape in ((4, span.hidden_size), (span.hidden_size, 4)))
     span.adapters.add("verse", {"model.layers.0.self_attn.q_proj": Lora(a_RI, b_OR)})
     runner = open_runner(span)
+    assert find_bits(runner)
     for adapter in ("", "verse"):
         runner.open(adapter, rows=1, max_length=100, adapter=adapter)
     got: dict[Any, list[Tensor]] = {"": [], "verse": []}
@@ -303,6 +305,7 @@ def test_a_session_beside_one_with_an_adapter_has_the_same_bits(tmp_path: Path) 
             got[result.session_id].append(result.output)
     assert torch.equal(torch.cat(got[""], 1), alone)
     assert not torch.allclose(torch.cat(got["verse"], 1), alone, atol=0.1), "the adapter changes its own session"
+    assert runner.has_equal_bits("") and not runner.has_equal_bits("verse")
 
 
 def test_a_pass_without_logits_only_fills_the_caches(tmp_path: Path) -> None:

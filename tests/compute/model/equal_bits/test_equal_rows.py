@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.equal_bits import equal_rows
 from swarmnode.compute.serving.loading import load_span
@@ -96,6 +97,42 @@ def test_a_position_has_the_same_bits_alone_in_company_and_in_chunks(
         assert torch.equal(logits(runner, ids_BT, cuts, company), whole), (cuts, company)
     assert find_bits(runner) != b""
     assert "tokens/s" in cost_of_equal_bits(runner)
+
+
+def test_a_session_beside_one_with_an_adapter_keeps_its_bits(tmp_path: Path) -> None:
+    """In parts of several sizes, and with guesses taken back. The session with the adapter states no class."""
+    checkpoint = saved(MODELS["llama"], tmp_path)
+    span = load_span(checkpoint, 0, checkpoint.family.units, dtype=torch.bfloat16, equal_bits=True, check=False)
+    runner = StageRunner(span, RunnerConfig(1 << 28))
+    runner.bits = find_bits(runner)
+    ids_BT = torch.randint(128, (1, LENGTH), generator=torch.Generator().manual_seed(9))
+    whole = logits(runner, ids_BT, [LENGTH])
+    draw = torch.Generator().manual_seed(2)
+    adapter = {
+        f"model.layers.{layer}.self_attn.{name}": Lora(
+            torch.randn(4, 96, generator=draw), torch.randn(size, 4, generator=draw)
+        )
+        for layer in (0, 1)
+        for name, size in (("q_proj", 96), ("v_proj", 48))
+    }
+    span.adapters.add("verse", adapter)
+    for cuts in ([LENGTH], [50, 1], [33, 8, 1]):
+        for name in ("", "verse"):
+            runner.open(name, rows=1, max_length=LENGTH, adapter=name)
+        found: dict[Any, list[torch.Tensor]] = {"": [], "verse": []}
+        start = turn = 0
+        while start < LENGTH:
+            end = min(LENGTH, start + cuts[turn % len(cuts)])
+            for result in runner.run([StepInput(name, ids_BT[:, start:end], 2) for name in found]):
+                found[result.session_id].append(result.output)
+            start, turn = end, turn + 1
+        runner.truncate("", LENGTH - 5)
+        again = runner.run([StepInput("", ids_BT[:, LENGTH - 5 :], 2)])[0].output
+        assert torch.equal(torch.cat(found[""], 1), whole) and torch.equal(again, whole[:, -5:]), cuts
+        assert not torch.allclose(torch.cat(found["verse"], 1).float(), whole.float(), atol=0.1)
+        assert runner.has_equal_bits("") and not runner.has_equal_bits("verse")
+        for name in ("", "verse"):
+            runner.close(name)
 
 
 def test_the_trial_sees_another_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
