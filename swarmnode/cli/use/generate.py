@@ -95,8 +95,10 @@ def generate(
                 client.auditor.on_receipt = lambda raw, why: _keep(receipt, raw) if raw else no_receipt.append(why)
             async with watch.over(client.manifest.name, client.readings):
                 result = await unless_stopped(_produce(client, tokens or prompt, options, stream=not as_json), stop)
-            if receipt is not None and await unless_stopped(client.auditor.idle(), stop) is None and stop.is_set():
-                no_receipt.append("no receipt of this text: interrupted")
+            if receipt is not None:
+                await unless_stopped(client.auditor.idle(), stop)
+                if stop.is_set():
+                    no_receipt.append("no receipt of this text: interrupted")
             return result
 
     result = run_async(produce)

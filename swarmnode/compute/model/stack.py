@@ -309,12 +309,11 @@ def begin_projections(layers: Mapping[int, nn.Module]) -> None:
         for name in (THIN_IN, THIN_OUT):
             if (projection := getattr(layer, name, None)) is not None:
                 nn.init.eye_(projection.weight)
-        if hasattr(layer, ANCHOR):
-            layer.thin_anchor.weight.zero_()
-        if hasattr(layer, ANCHOR_MAP):
-            map_HA = layer.thin_anchor_map.weight
-            drawn_HA = torch.randn(map_HA.shape, generator=torch.Generator().manual_seed(number))
-            map_HA.copy_(drawn_HA / math.sqrt(map_HA.shape[1]))
+        if (anchors := getattr(layer, ANCHOR, None)) is not None:
+            anchors.weight.zero_()
+        if (anchor_map := getattr(layer, ANCHOR_MAP, None)) is not None:
+            drawn_HA = torch.randn(*anchor_map.weight.shape, generator=torch.Generator().manual_seed(number))
+            anchor_map.weight.copy_(drawn_HA / math.sqrt(drawn_HA.shape[1]))
 
 
 @torch.no_grad()
