@@ -66,7 +66,7 @@ async def by_http(connection: Connection, path: str, prompt: str, new_tokens: in
         first_s = first_s or time.perf_counter() - began_s
         end = (end + data)[-64:]
     writer.close()
-    assert b"[DONE]" in end, "the answer did not come to its end"
+    assert b"[DONE]" in end, f"the answer did not come to its end: {end!r}"
     return first_s
 
 

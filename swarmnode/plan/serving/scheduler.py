@@ -9,8 +9,7 @@ positions beside B steps would be one of (B + 1) T.
 
 The length of a chunk follows from the measured cost of passes (a fixed time f, and p for each position):
 
-  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it,
-    unless it has the least length already.
+  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it.
   - While no session decodes, a chunk takes up to UNDISTURBED times as long as a step of one session. Reading the weights is then
     a small part of it, on a card as on a slow processor, and a new session does not wait long.
   - An owner that has used much more of the device than others (`DeviceShares`) gets a few positions of its prompt beside their
@@ -19,9 +18,7 @@ The length of a chunk follows from the measured cost of passes (a fixed time f, 
     chunks, h stages take (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f). For f the cost of one position
     is used.
 
-Cost of a pass through a stage, learnt from earlier passes: a fixed time, and a time for each position.
-
-The fixed part is reading the weights and starting the operators, the other multiplying. A straight line is fitted to
+The fixed part of a pass is reading the weights and starting the operators, the other multiplying. A straight line is fitted to
 (positions, seconds) by least squares. Older passes count less and less: caches grow, and machines get other work.
 """
 
@@ -41,28 +38,23 @@ KEPT = 0.97  # of the weight of all earlier passes, at each new one
 class PassCost:
     """Learnt seconds of a pass, `fixed_s + positions * position_s`; both are zero before the first `record`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: float = KEPT) -> None:
+        self._kept = kept
         self.position_s = 0.0  # of each further position: all of the time is theirs where all passes were alike
         self.fixed_s = 0.0  # of a pass, however short
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over passes: x positions, y seconds
+        self.mean_s = self.mean_positions = 0.0  # of the last passes
+        self._sums = [0.0] * 5  # of passes, with x positions and y seconds: 1, x, y, x * x, x * y
 
     def record(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions took `took_s` seconds."""
-        x, y = float(positions), took_s
-        self._weight = KEPT * self._weight + 1.0
-        self._x = KEPT * self._x + x
-        self._y = KEPT * self._y + y
-        self._xx = KEPT * self._xx + x * x
-        self._xy = KEPT * self._xy + x * y
-        self.position_s = self._slope_s()
-        self.fixed_s = (self._y - self.position_s * self._x) / self._weight
-
-    def _slope_s(self) -> float:
-        spread = self._weight * self._xx - self._x**2
-        if spread <= 1e-6 * self._weight * self._xx:
-            return self._y / self._x
-        slope_s = (self._weight * self._xy - self._x * self._y) / spread
-        return min(max(slope_s, 0.0), self._y / self._x)
+        new = 1.0, positions, took_s, positions * positions, positions * took_s
+        self._sums = [self._kept * old + one for old, one in zip(self._sums, new, strict=True)]
+        weight, x, y, xx, xy = self._sums
+        spread = weight * xx - x * x
+        slope_s = (weight * xy - x * y) / spread if spread > 1e-6 * weight * xx else y / x
+        self.position_s = min(max(slope_s, 0.0), y / x)
+        self.fixed_s = (y - self.position_s * x) / weight
+        self.mean_s, self.mean_positions = y / weight, x / weight
 
     def seconds(self, positions: float) -> float:
         """Return the expected seconds of a pass over `positions` positions; 0 before the first note."""
@@ -83,8 +75,6 @@ ALLOWED_POSITIONS = 512  # about a prompt: the lead of an owner that still count
 MAX_OWNERS = 1024  # remembered at most
 
 Owner = str | int
-
-
 """Name of an owner, or the number of a session without owner"""
 
 
@@ -175,21 +165,6 @@ class DeviceShares:
 
 
 @dataclass(slots=True)
-class RecentPasses:
-    """Weighted sums over the last passes of one kind, steps or chunks of prompts."""
-
-    passes: float = 0.0
-    positions: float = 0.0
-    seconds: float = 0.0
-
-    def record(self, positions: int, took_s: float) -> None:
-        """Add a pass over `positions` positions that took `took_s` seconds."""
-        self.passes = FADING * self.passes + 1
-        self.positions = FADING * self.positions + positions
-        self.seconds = FADING * self.seconds + took_s
-
-
-@dataclass(slots=True)
 class Backlog:
     """Waiting work of a session: its `positions`, the most that have waited at once (`prompt`), and the stages after this one."""
 
@@ -212,8 +187,10 @@ class PassScheduler:
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
         self._prompts_next = False
-        self._steps, self._prompts = RecentPasses(), RecentPasses()
-        self._running: RecentPasses | None = None  # kind of the pass that has begun
+        self._steps, self._prompts = PassCost(FADING), PassCost(FADING)
+        self._running = (
+            PassCost()
+        )  # costs of the kind of the pass that has begun; at first of what is measured without sessions
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's time to `owner`, divided by `weight`."""
@@ -256,8 +233,7 @@ class PassScheduler:
         turn = self.shares.steps(waiting, self._stepped_at)
         # All rows are filled up to the longest step. A step of several positions (drafts, the end of a prompt) is left to the
         # prompts if filling up would cost more than another pass.
-        steps: dict[int, int] = {}
-        longest = 0
+        steps, longest = dict[int, int](), 0
         for count, session in sorted((self._backlogs[session].positions, session) for session in turn):
             if steps and len(steps) * (count - longest) * self.cost.position_s > self.cost.fixed_s:
                 break
@@ -272,11 +248,14 @@ class PassScheduler:
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
         if self._stepped_at:  # not so many positions that decoding sessions wait too long
-            most = max(self._fit_beside(), self._least_beside)
+            # The last chunks tell what a position costs, as steps have logits. Half a position more lets chunks grow from 1.
+            most = self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at)))
+            if self._prompts.mean_s and self._steps.mean_s:
+                most = STALL * self._steps.mean_s * self._prompts.mean_positions / self._prompts.mean_s
+            most = max(most + 0.5, self._least_beside)
         else:
             most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
-        if not prompts:
-            prompts, most = held_back[:1], min(most, SHORTEST_CHUNK)
+        prompts, most = (prompts, most) if prompts else (held_back[:1], min(most, SHORTEST_CHUNK))
         return self._chunks(prompts, int(min(most, self._longest_chunk))) if prompts else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
@@ -297,21 +276,7 @@ class PassScheduler:
     def ran(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
         self.cost.record(positions, took_s)
-        if self._running is not None:
-            self._running.record(positions, took_s)
-            self._running = None
-
-    def _fit_beside(self) -> float:
-        """Return the positions of a chunk that takes STALL times as long as a step, for rounding down.
-
-        They follow from the seconds of the last chunks for each position. The line of `cost` goes through steps, too, which have
-        logits and other caches than a prompt, and learns nothing from passes that are all alike. Half a position more lets chunks
-        grow from 1, too.
-        """
-        if not (self._prompts.seconds and self._steps.passes):
-            return self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))) + 0.5
-        step_s = self._steps.seconds / self._steps.passes
-        return STALL * step_s * self._prompts.positions / self._prompts.seconds + 0.5
+        self._running.record(positions, took_s)
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
         """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows
