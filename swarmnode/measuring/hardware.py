@@ -166,6 +166,8 @@ class Hardware:
                 found = expert_tier(checkpoint, sizes, *room) if products != PLAIN else None
                 advice = advice or disk_advice(checkpoint, sizes, *room)
         tier, sizes = found or (None, sizes)
+        if tier is not None:
+            lent = (replace(lent[0], memory_bytes=max(0, lent[0].memory_bytes - tier.buffer_bytes)),)
         hardware = cls(
             lent,
             dtype,
