@@ -106,7 +106,7 @@ def disk_speed(slots: ExpertSlots, experts: int) -> float:
 
 
 def read_by_willneed(slots: ExpertSlots) -> None:
-    """Let slots read through the page cache: the kernel is told of all missing experts at once, and one worker copies pages."""
+    """Let slots read through the page cache. The kernel reads all missing experts ahead, and one worker copies pages."""
     for file in slots._files.values():
         file.close()
         file.number, file._is_direct = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC), False

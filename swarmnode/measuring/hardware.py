@@ -158,14 +158,14 @@ class Hardware:
         if part is not None:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
         narrow = not isinstance(checkpoint, GraphCheckpoint) and checkpoint.family.bottleneck is not None
-        found: tuple[ExpertTier, UnitSizes] | None = None
+        tier: ExpertTier | None = None
         if isinstance(checkpoint, Checkpoint) and not trains and config.expert_disk == AUTO:
-            needed = len(sizes.weight_bytes) if needed_units is None else needed_units
-            room = lent[0].memory_bytes, config.cache_tokens, needed
-            if len(devices) == 1 and devices[0].kind == "cpu":
-                found = expert_tier(checkpoint, sizes, *room) if products != PLAIN else None
-                advice = advice or disk_advice(checkpoint, sizes, *room)
-        tier, sizes = found or (None, sizes)
+            tier, sizes, told = _experts_on_disk(
+                checkpoint, sizes, lent, config, needed_units, are_packed=products != PLAIN
+            )
+            advice = advice or told
+        if tier is not None:
+            lent = (replace(lent[0], memory_bytes=max(0, lent[0].memory_bytes - tier.buffer_bytes)),)
         hardware = cls(
             lent,
             dtype,
@@ -396,6 +396,26 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     for device in devices:
         _lent_bytes(device, config)
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
+
+
+def _experts_on_disk(
+    checkpoint: Checkpoint,
+    sizes: UnitSizes,
+    lent: Sequence[LentDevice],
+    config: StageConfig,
+    needed_units: int | None,
+    *,
+    are_packed: bool,
+) -> tuple[ExpertTier | None, UnitSizes, str]:
+    """Return how many experts lie in memory (None: all), the sizes of the units with them, and an advice for weights that cannot
+    lie on the disk. Cards, and several devices, keep all in memory."""
+    if len(lent) != 1 or lent[0].device.kind != "cpu":
+        return None, sizes, ""
+    needed = len(sizes.weight_bytes) if needed_units is None else needed_units
+    room = lent[0].memory_bytes, config.cache_tokens, needed
+    found = expert_tier(checkpoint, sizes, *room) if are_packed else None
+    tier, left = found or (None, sizes)
+    return tier, left, disk_advice(checkpoint, sizes, *room)
 
 
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageErr
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
+from swarmnode.lending.lending import Keep, LendingState
 from swarmnode.metrics import table
 from swarmnode.node.description import measured
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
@@ -186,10 +187,10 @@ def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Packed, str
     return Packed(tmp_path / "model", save), request.param
 
 
-def memory_for_five(sizes: UnitSizes, width: int = 1) -> int:
-    """Return the memory with room for 5 of 16 experts in each layer."""
+def memory_for_five(sizes: UnitSizes, width: int = 1, units: tuple[int, int] = (0, UNITS)) -> int:
+    """Return the memory with room for these units and 5 of 16 experts in each of the two layers."""
     expert_bytes = 3 * 64 * 128 * width**2 // 32 * 18
-    need_bytes = sizes.need_bytes(0, UNITS, 512) - 2 * (16 - 5) * expert_bytes
+    need_bytes = sizes.need_bytes(*units, 512) - 2 * (16 - 5) * expert_bytes
     return limit_bytes_for(need_bytes) + buffer_bytes(expert_bytes // 3)
 
 
@@ -256,6 +257,72 @@ async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fit
                 if count == NEW // 2:
                     await swarm.member(stream.result.route[0].peer).kill()
             assert stream.result.ids == alone and stream.result.reroutes >= 1
+
+
+@in_virtual_time
+async def test_a_machine_with_experts_on_its_disk_moves_pauses_and_leaves_amid_texts(
+    mixture: tuple[Packed, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text is the same: that of the sessions of a lost machine whose layers it takes over, and of those that it hands over."""
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)
+    packed, products = mixture
+    prompts = [[*PROMPT, at] for at in range(3)]
+    alone = [
+        packed.plain.alone(prompt, NEW) if products == "exact" else fast_alone(packed, prompt) for prompt in prompts
+    ]
+    sizes = unit_sizes(Checkpoint(packed.folder), dtype=torch.float32, keeps_packed=True)
+    memory_bytes = memory_for_five(sizes, WIDTHS[products], (1, 3))
+
+    async with VirtualSwarm(tmp_path / "swarm") as swarm:
+        usual = {"swarm": swarm.create(packed.source).invite, "dtype": "float32", "products": products}
+        await swarm.bootstrap()
+
+        async def whole(name: str, span: str) -> VirtualMember:
+            member = swarm.node(name, span, **usual)
+            await member.wait_for("ready")
+            return member
+
+        async def speak(act: Callable[[], Awaitable[object]]) -> None:
+            """Compare texts in the middle of which something happens."""
+            streams = [await client.stream(prompt, max_new_tokens=NEW) for prompt in prompts]
+            texts = [aiter(stream) for stream in streams]
+            for text in texts:
+                await anext(text)
+            await act()
+            for text in texts:
+                async for _ in text:
+                    pass
+            assert [stream.result.ids for stream in streams] == alone
+
+        last = await whole("last", "2:4")
+        disk = swarm.node("disk", **usual, memory_bytes=memory_bytes, cache_tokens=512)
+        await disk.wait_for("ready")
+        assert "memory for 5 of 16 experts a layer" in (await disk.wait_for("experts"))["text"]
+        hardware = disk.node._hardware
+        assert hardware is not None and hardware.capacity_units == 2, "readers' buffers are no room for layers"
+        await whole("first", "0:2")
+        async with swarm.client() as client:
+            await sees_ready(client, 3)
+            await speak(last.kill)  # nobody else has its layers, and only the machine with the disk may move
+            (place,) = (peer["span"] for peer in client.status()["peers"] if peer["name"] == "disk")
+            assert tuple(place) == (2, 4)
+            assert {one.value > 0 for one in disk.node.readings() if one.metric is table.EXPERT_READS} == {True}
+
+            other = await whole("other", "2:4")
+            await sees_ready(client, 3)
+
+            async def pause() -> None:
+                disk.node.lending.pause("a film", keep=Keep.MEMORY)
+                await disk.node.lending.until(LendingState.PAUSED)
+
+            await speak(pause)
+            disk.node.lending.resume()
+            await disk.node.lending.until(LendingState.RUNNING)
+            await sees_ready(client, 3)
+            await speak(other.kill)  # the machine with the disk has its weights still
+            await whole("another", "2:4")
+            await sees_ready(client, 3)
+            await speak(disk.stop)
 
 
 @in_virtual_time
