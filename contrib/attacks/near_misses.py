@@ -8,7 +8,7 @@ from liar import found_out
 from tests.node.audited_swarm import a_little_off, tamper
 
 VIRTUAL, FAST = True, False
-SESSIONS = 40  # eight near misses are needed, and not each audit falls on the liar: it took 9 to 20
+SESSIONS = 40  # near misses alone would need eight; passes with guesses are changed, too, and are false at once
 
 
 async def attack() -> Outcome:

@@ -108,9 +108,7 @@ class Calls:
     results: dict[Source, Result]
     live: tuple[tuple[LiveTensor, ...], ...]
     tied: dict[str, str]  # parameters of layers that are others'
-    cached: (
-        tuple[frozenset[int], ...] | None
-    )  # by call, the numbers of the layers' caches that it fills; None: without a cache
+    cached: tuple[frozenset[int], ...] | None  # by call, the layers whose caches it fills; None: without a cache
 
     def held(self, first: int, end: int) -> frozenset[str]:
         """Return the names of the layers that calls [first, end) run."""
@@ -261,13 +259,14 @@ def find_layers(model: nn.Module) -> list[str]:
     ]
 
 
-class CacheRecord(Protocol):
-    """Cache of a traced pass. `shapes` and `states` are what layers keep there, by numbers of layers; `places` are the tensors that
-    it returned, by their ids, with the numbers of layers and 0 for keys or 1 for values."""
+CachePlaces = dict[int, tuple[Tensor, tuple[int, int]]]
+"""Tensors that a cache returned, by their ids, each with the number of its layer, and 0 for keys or 1 for values"""
 
-    shapes: dict[int, Any]
-    states: Any
-    places: dict[int, tuple[Tensor, tuple[int, int]]]
+
+class CacheRecord(Protocol):
+    """Cache of a traced pass."""
+
+    places: CachePlaces
 
     def filled(self) -> frozenset[int]:
         """Return the numbers of the layers that keep something."""
@@ -360,10 +359,7 @@ def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) ->
 
 
 def _live(
-    order: Sequence[Source],
-    reads: Sequence[Sources],
-    results: dict[Source, Result],
-    cached: dict[int, tuple[Tensor, tuple[int, int]]],
+    order: Sequence[Source], reads: Sequence[Sources], results: dict[Source, Result], cached: CachePlaces
 ) -> tuple[tuple[LiveTensor, ...], ...]:
     """Return the tensors that cross before each call, and behind the last one. `reads` are what each call and the head read."""
     numbers = {source: number for number, source in enumerate(order)}
@@ -411,9 +407,7 @@ def _likeness(layer: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return settings, tuple(tuple(each.shape) for each in layer.parameters()), told, numbers, str(tree)
 
 
-def _place(
-    source: Source, number: int, result: Result, cached: dict[int, tuple[Tensor, tuple[int, int]]]
-) -> LiveTensor:
+def _place(source: Source, number: int, result: Result, cached: CachePlaces) -> LiveTensor:
     leaf = result.leaves[number]
     sizes = list(leaf.shape)
     if id(leaf) in cached:
@@ -542,13 +536,13 @@ class Carrier:
         self._wanted = {(place.source, place.number) for place in leaving}
         self._returned = {} if start == 0 else unpack(x, calls.live[start - 1])
         for layer in calls.received(start - 1) if start > 0 and cache is not None else ():
-            tensors = {place.cached: (place.source, place.number) for place in calls.live[start - 1] if place.cached}
-            keys, values = (tensors.get((layer, index)) for index in range(2))
-            new = self._returned[keys or values]  # type: ignore[index]
-            update = (new[..., :1] if place is None else self._returned[place] for place in (keys, values))
-            for place, whole in zip((keys, values), cache.update(*update, layer), strict=True):
-                if place is not None:
-                    self._returned[place] = whole
+            held = {
+                place: place.cached[1] for place in calls.live[start - 1] if place.cached and place.cached[0] == layer
+            }
+            new = {index: self._returned[place.source, place.number] for place, index in held.items()}
+            other = next(iter(new.values()))[..., :1]  # stands in for keys or values that no layer reads
+            whole = cache.update(new.get(0, other), new.get(1, other), layer)
+            self._returned |= {(place.source, place.number): whole[index] for place, index in held.items()}
         ids_BT = x if start == 0 else self._returned.get((IDS, 0))
         if ids_BT is None:
             ids_BT = torch.zeros(self._sizes, dtype=torch.int64, device=x.device)
@@ -562,11 +556,8 @@ class Carrier:
             logits_BTV: Tensor = self._model(input_ids=ids_BT, **options).logits
             return logits_BTV[:, -keep_last:] if keep_last > 0 else logits_BTV
         except _Left:
-            tensors = (self._returned[place.source, place.number] for place in leaving)
-            new = [
-                each[:, :, -x.shape[1] :] if place.cached else each
-                for each, place in zip(tensors, leaving, strict=True)
-            ]
+            crossing = {place: self._returned[place.source, place.number] for place in leaving}
+            new = (each[:, :, -x.shape[1] :] if place.cached else each for place, each in crossing.items())
             return pack(new, leaving, calls.width)
         finally:
             self._is_passing = False

@@ -195,8 +195,9 @@ async def test_a_node_that_leaves_hands_its_states_over(
             assert {name: told[name].served for name in others} == {name: 3 * count for name, count in others.items()}
 
 
-def test_two_nodes_serve_a_family_that_is_computed_again(tmp_path: Path) -> None:
-    config = causal_config("gemma4_text")
+@pytest.mark.parametrize("family", ["gemma4_text", "openai-gpt"], ids=["with caches", "computed again"])
+def test_two_nodes_serve_a_family_whose_layers_share_more_than_hidden_states(tmp_path: Path, family: str) -> None:
+    config = causal_config(family)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     config.max_position_embeddings = 512
     torch.manual_seed(1)

@@ -181,6 +181,7 @@ WHOLE: dict[str, dict[str, Any]] = {
                             "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                                                 "full_attention": None}},
     "xmod": {**COMMON, **DECODER, "default_language": "en_XX"},
+    "dory": {**COMMON, "head_dim": 8, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "qwen4_exp_text": QWEN4,
     "qwen4_exp": {"text_config": QWEN4},
 }  # fmt: skip

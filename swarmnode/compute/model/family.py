@@ -300,8 +300,8 @@ def check_trains_at_layers(family: Family) -> None:
     served in spans of layers, and trained as a graph."""
     if family.calls is not None:
         raise CheckpointError(
-            f"{family.model_class.__name__} computes all positions again in each pass, which training and tuning in layers do not "
-            "follow; choose another model"
+            f"{family.model_class.__name__} has layers that hand each other more than hidden states, which training and tuning in "
+            "layers do not follow; choose another model"
         )
     if family.keeps_states:
         raise CheckpointError(

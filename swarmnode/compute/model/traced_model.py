@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from swarmnode.compute.carried import Calls, CallsUnknown, is_of_other_media, trace_calls
+from swarmnode.compute.carried import CachePlaces, Calls, CallsUnknown, is_of_other_media, trace_calls
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError
@@ -131,14 +131,10 @@ def trace_again(
         return None
     count = len(calls.layers)
     names = {id(module): name for name, module in model.named_modules()}
-    kept: Any = [(((1, calls.width),), (), ())] * count
+    kept: list[tuple[Any, ...]] = [(((1, calls.width),), (), ())] * count
     if recorder is not None and calls.cached is not None:
-        kept = [
-            tuple(tuple(each for part in parts for each in part) for parts in zip(*some, strict=True))
-            if some
-            else ((), (), ())
-            for some in ([recorder.kept_by(layer) for layer in sorted(layers)] for layers in calls.cached)
-        ]
+        by_call = ([recorder.kept_by(layer) for layer in sorted(layers)] for layers in calls.cached)
+        kept = [tuple(sum((some[part] for some in parts), ()) for part in range(3)) for parts in by_call]
     shapes, states, keys = zip(*kept, strict=True)
     return ModelTrace(
         stack_name=calls.layers[0][0].rpartition(".")[0],
@@ -466,7 +462,7 @@ class _Recorder(StateCache, Cache):
         self.states = PassStates()
         self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.places: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self.places: CachePlaces = {}
         self.tuple_length = 0
         self.kept: dict[int, tuple[tuple[Any, ...], ...]] = {}  # by layer; see `kept_by`
         self.seen: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]] = {}
