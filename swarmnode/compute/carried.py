@@ -21,7 +21,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -272,14 +272,14 @@ class CacheRecord(Protocol):
         """Return the numbers of the layers that keep something."""
 
 
-def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) -> Calls:
-    """Return the calls of a model on the meta device, from one pass with the record of a cache among `inputs`, or without a cache.
+def trace_calls(model: Any, record: CacheRecord, **inputs: Any) -> Calls:
+    """Return the calls of a model on the meta device, from one pass with `record` as the cache among `inputs`, or without a cache
+    if there are no `inputs`.
 
     Raises CallsUnknown if no layer runs, a tensor crosses without a row and a position, or the cache is filled between layers or
     not at all, and any error of the model's code.
     """
     names = find_layers(model)
-    outside = _outside(model, names)
     mode, counts = _Sources(), Counter[str]()
     order: list[Source] = []
     results: dict[Source, Result] = {}
@@ -303,8 +303,8 @@ def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) ->
                 order.append(source)
                 reads.append(handed)
             mode.follows = False
-            like = _likeness(model.get_submodule(name), args, kwargs) if is_layer and record is None else None
-            before = frozenset[int]() if record is None else record.filled()
+            like = None if not is_layer else source if inputs else _likeness(model.get_submodule(name), args, kwargs)
+            before = record.filled()
             try:
                 result, written = (
                     _call(forward, args, kwargs) if like not in seen else _repeat(seen[like], args, kwargs)
@@ -315,9 +315,8 @@ def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) ->
                 mode.follows = True
             leaves, tree = tree_flatten((result, written))
             results[source] = Result(tuple(leaves), tree)
-            if is_layer and record is None:
+            if is_layer:
                 seen[like] = results[source]
-            elif is_layer and record is not None:
                 cached.append(record.filled() - before)
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
@@ -328,7 +327,7 @@ def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) ->
 
     experts = model.config._experts_implementation
     model.config._experts_implementation = "eager"  # others want real numbers
-    modules = [(model.get_submodule(name), name) for name in (*names, *outside)]
+    modules = [(model.get_submodule(name), name) for name in (*names, *_outside(model, names))]
     ids_BT = torch.zeros(ROWS, POSITIONS, dtype=torch.int64, device="meta")
     mode.known[id(ids_BT)] = ids_BT, frozenset([(IDS, 0)])
     results[IDS] = Result((ids_BT,), tree_flatten(ids_BT)[1])
@@ -336,25 +335,22 @@ def trace_calls(model: Any, record: CacheRecord | None = None, **inputs: Any) ->
         module.forward = watched(name, module.forward, number < len(names))
     try:
         with torch.inference_mode(), mode:
-            output = model(input_ids=ids_BT, use_cache=record is not None, **inputs)
+            output = model(input_ids=ids_BT, use_cache=bool(inputs), **inputs)
     finally:
         model.config._experts_implementation = experts
         for module, _ in modules:
             del module.forward
-    if not order:
-        raise CallsUnknown("no layer of its lists runs")
-    if record is not None and (not any(cached) or record.filled() - frozenset[int]().union(*cached)):
-        raise CallsUnknown("its layers do not fill the cache that they are given")
+    if not order or (inputs and (not any(cached) or record.filled() - frozenset[int]().union(*cached))):
+        raise CallsUnknown("no layer of its lists runs, or they do not fill the cache that they are given")
     reads.append(mode.of(output.logits))
-    count = len(order)
     return Calls(
         layers=tuple(order),
         embedding=frozenset(name for name, at in times.items() if at == {0}) - constant,
-        head=frozenset(name for name, at in times.items() if at == {count}),
+        head=frozenset(name for name, at in times.items() if at == {len(order)}),
         results=results,
-        live=_live(order, reads, results, {} if record is None else record.places),
+        live=_live(order, reads, results, record.places),
         tied=_tied_layers(model, names),
-        cached=None if record is None else tuple(cached),
+        cached=tuple(cached) if inputs else None,
     )
 
 
@@ -514,15 +510,7 @@ class Carrier:
         dtype = self._model.dtype if leaf.is_floating_point() else leaf.dtype
         return torch.zeros(sizes, dtype=dtype, device=self._model.device)
 
-    def run(
-        self,
-        x: Tensor,
-        start: int,
-        end: int,
-        keep_last: int,
-        cache: Any = None,
-        inputs: Mapping[str, Any] | None = None,
-    ) -> Tensor:
+    def run(self, x: Tensor, start: int, end: int, keep_last: int, cache: Any = None, inputs: Any = None) -> Tensor:
         """Run units [start, end) on positions of some rows: ids_BT if `start` is 0, else packed_BTW. Without a cache they are the
         first ones, else those behind the positions of `cache`. `inputs` are those of the family's forward besides token ids.
 
@@ -557,8 +545,8 @@ class Carrier:
             return logits_BTV[:, -keep_last:] if keep_last > 0 else logits_BTV
         except _Left:
             crossing = {place: self._returned[place.source, place.number] for place in leaving}
-            new = (each[:, :, -x.shape[1] :] if place.cached else each for place, each in crossing.items())
-            return pack(new, leaving, calls.width)
+            sent = (each[:, :, -x.shape[1] :] if place.cached else each for place, each in crossing.items())
+            return pack(sent, leaving, calls.width)
         finally:
             self._is_passing = False
             self._returned = {}

@@ -123,16 +123,16 @@ def trace_again(
 ) -> ModelTrace | None:
     """Return the anatomy of a `model` on the meta device (None: it is built) whose calls are followed: with the family's caches, or
     with the inputs of each call's positions in their place. None if that cannot be done."""
-    recorder = _Recorder(has_mask=False) if with_cache else None
+    recorder = _Recorder(has_mask=False)
     try:
         model = build_on_meta(model_class, config) if model is None else model
-        calls = trace_calls(model, recorder, **({} if recorder is None else {CACHE_ARGUMENT: recorder}))
+        calls = trace_calls(model, recorder, **({CACHE_ARGUMENT: recorder} if with_cache else {}))
     except (CallsUnknown, CheckpointError, *FOREIGN_ERRORS):
         return None
     count = len(calls.layers)
     names = {id(module): name for name, module in model.named_modules()}
     kept: list[tuple[Any, ...]] = [(((1, calls.width),), (), ())] * count
-    if recorder is not None and calls.cached is not None:
+    if calls.cached is not None:
         by_call = ([recorder.kept_by(layer) for layer in sorted(layers)] for layers in calls.cached)
         kept = [tuple(sum((some[part] for some in parts), ()) for part in range(3)) for parts in by_call]
     shapes, states, keys = zip(*kept, strict=True)
