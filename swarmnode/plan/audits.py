@@ -176,9 +176,7 @@ def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:
 
 
 SHARE = 0.03  # of the throughput
-SAME_CLASS = (
-    0.75  # of audits by peers of one class, if they can be; the others by any replica, since a class may be made up
-)
+SAME_CLASS = 0.75  # of audits by peers of one class, if they can be; the others by any, since a class may be made up
 NEWCOMER = 2.0  # times the mean share
 LONG_STANDING = 0.5
 
@@ -196,11 +194,8 @@ def second_route(
 
     A replica is ready, holds the hop's layers and announces the hop's number format. The choice is random so that no peer can
     arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are never chosen as replicas. With `same_bits`
-    replicas also are of the hop's class of equal bits; None if a hop has no class.
-
-    Args:
-        kinds: Number format and class of each hop. Default: what its peer announces; then `peers` must have it. With `kinds`, a hop
-            without a class has no replica of the same bits.
+    replicas also are of the hop's class of equal bits; None if a hop has no class. `kinds` gives each hop's number format and class
+    in place of what its peer announces; then a hop without a class only keeps its peer.
     """
     if not kinds:
         known = [peers.get(hop.peer) for hop in route]
