@@ -219,4 +219,6 @@ def test_quantised_checkpoints_and_foreign_code_are_refused(tmp_path: Path) -> N
 def test_a_family_whose_positions_see_later_ones_is_refused() -> None:
     """The self-check, not a list of names, refuses what it cannot split."""
     with pytest.raises(CheckpointError, match=r"differs from the whole"):
-        check_family(family_of(causal_config("xlm")))
+        config = causal_config("xlm")
+        config.causal = False
+        check_family(family_of(config))

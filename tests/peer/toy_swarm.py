@@ -91,7 +91,7 @@ class ToyWorker:
                 width=1,
                 vocab_size=MODULUS,
                 position_limit=None,
-                family=SimpleNamespace(keeps_states=False),
+                family=SimpleNamespace(has_whole_copies=False),
             ),
             pool=SimpleNamespace(
                 budget=CacheBudget(cache_bytes),

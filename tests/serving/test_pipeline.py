@@ -33,7 +33,7 @@ class Recorder:
     def __init__(self, start: int, end: int, cache_bytes: int = 100) -> None:
         self.runner: Any = SimpleNamespace(
             span=SimpleNamespace(
-                start=start, end=end, width=1, vocab_size=100, family=SimpleNamespace(keeps_states=False)
+                start=start, end=end, width=1, vocab_size=100, family=SimpleNamespace(has_whole_copies=False)
             ),
             pool=SimpleNamespace(
                 budget=CacheBudget(cache_bytes), positions_in=lambda free_bytes: free_bytes // (2 * (end - start))

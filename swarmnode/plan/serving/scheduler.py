@@ -65,7 +65,7 @@ class PassCost:
         return (within_s - self.fixed_s) / self.position_s if self.position_s else float("inf")
 
 
-STALL = 1.5  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
+STALL = 2.0  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
 UNDISTURBED = 10.0  # times a step
 SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter chunks are mostly overhead: USUAL_CHUNK if no step waits
 FADING = 0.8  # of the weight of all earlier passes of a kind, at each new one: caches grow while a prompt is computed

@@ -83,7 +83,7 @@ def test_steps_that_cost_more_than_chunks_do_not_lengthen_a_chunk_without_bound(
     stage.cost_s = lambda counts: cost_of_prompt_s(counts) + (0.1 if 0 in counts else 0.0)
     stage.decode(0)
     step_s = stage.cost_s({0: 1})
-    stage.scheduler.add(7, 5_000)
+    stage.scheduler.add(7, 20_000)
     for _ in range(60):
         stage.turn()
     chunks_s = [stage.cost_s(counts) for counts in stage.passes if 7 in counts]

@@ -54,8 +54,8 @@ def test_prompts_and_steps_take_turns():
     bench.submit("prompt 2", tokens=16)
     bench.submit("step 2")
     bench.clock.run(10)
-    # While somebody decodes chunks are short, and what is left of prompts goes together.
-    assert bench.done == [("step 1", 1.0), ("step 2", 3.0), ("prompt 2", 5.0), ("prompt 1", 5.0)]
+    # While somebody decodes chunks are short, and longer as soon as their passes have shown that they cost no more.
+    assert bench.done == [("step 1", 1.0), ("step 2", 3.0), ("prompt 2", 7.0), ("prompt 1", 9.0)]
 
 
 def test_what_is_handed_over_by_those_just_done_is_computed_together():
