@@ -55,6 +55,14 @@ def cpu_seconds() -> tuple[float, float]:
     return all_s, all_s - times.idle - getattr(times, "iowait", 0.0)
 
 
+def running_threads() -> int | None:
+    """Return how many threads of all programs run or wait for a core at the moment; None where the system does not tell."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class Card:
     """NVIDIA card. Figures that its driver does not give (power, on many laptops) are left out."""
 

@@ -43,6 +43,7 @@ from swarmnode.compute.serving.runner import (
     StepInput,
 )
 from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.metrics.machine import running_threads
 from swarmnode.serving.span_part import find_bits
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.packing.test_packed_weight import pack
@@ -376,6 +377,19 @@ def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.M
     assert found == [4, 3, 4, 1, 1]
     now[0] += 0.5
     assert cores.count() == 1, "it is not asked at each pass"
+
+
+def test_programs_that_ended_in_a_pause_take_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    now, running = [0.0, 0.0, 0.0], [1]
+    cores = SpareCores(lambda: (now[0], now[1], now[2]), lambda: running[0])
+    found = []
+    for running[0] in (1, 3, 9):
+        now[0] += 60
+        now[1] += 200
+        found.append(cores.count())
+    assert found == [4, 2, 1]
+    assert 1 <= (running_threads() or 1) < 1 << 20
 
 
 def test_a_pass_takes_as_many_threads_as_are_spare_with_the_same_bits(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from swarmnode.compute.serving.graphs.operations import SpanTrace
 from swarmnode.compute.serving.graphs.span_graph import SpanGraph
 from swarmnode.compute.serving.graphs.span_trace import trace_span
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
-from swarmnode.metrics.machine import cpu_seconds
+from swarmnode.metrics.machine import cpu_seconds, running_threads
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +39,23 @@ TRIAL_S, TRIAL_CPU_S = 180.0, 120  # at most, of the clock and of CPU: a busy ma
 TRIED = ((1, 4, 4), (1, 1, 1), (2, 1, 1), (2, 2, 1))  # (rows, positions, with logits) of the graphs that are tried
 TRIED_PASSES = 2  # at most, of each
 FAR, FAR_EXACT = 0.5, 1e-3  # of a result's spread: fast products round to 8 bits, and a rounding that differs spreads
-ASKED_EVERY_S = 1.0
+ASKED_EVERY_S, STALE_S = 1.0, 3.0
 TOLD = 400  # bytes of a reason
 
 
 class SpareCores:
     """Number of cores that other programs leave to this one, asked every `ASKED_EVERY_S` at most.
 
-    Each operation of a graph waits for all threads. So two threads beside a busy core are slower than one.
+    Each operation of a graph waits for all threads. So two threads beside a busy core are slower than one. After a pause of
+    `STALE_S` the programs that run at the moment count, since those that ran in the pause may have ended.
     """
 
-    def __init__(self, used_s: Callable[[], tuple[float, float, float]] | None = None) -> None:
-        self._used_s = used_s or used_seconds
+    def __init__(
+        self,
+        used_s: Callable[[], tuple[float, float, float]] | None = None,
+        running: Callable[[], int | None] = running_threads,
+    ) -> None:
+        self._used_s, self._running = used_s or used_seconds, running
         self._last = self._used_s()
         self._count = self.cores = os.cpu_count() or 1
 
@@ -63,6 +68,8 @@ class SpareCores:
         last_s, last_busy_s, last_own_s = self._last
         if now_s - last_s >= ASKED_EVERY_S:
             others = ((busy_s - last_busy_s) - (own_s - last_own_s)) / (now_s - last_s)
+            if now_s - last_s >= STALE_S and (running := self._running()) is not None:
+                others = running - 1  # besides the thread that asks
             self._count = max(1, min(self.cores, round(self.cores - others)))
             self._last = now_s, busy_s, own_s
         return self._count
