@@ -53,7 +53,7 @@ STEPS = {form.divisor: form.steps for form in FORMS}
 
 
 def narrowed(model: Model, divisor: int, layers: int) -> Model:
-    """Return a model with a bottleneck of hidden / `divisor` numbers between units of so many layers; the model itself for 1."""
+    """Return a model with a bottleneck of hidden / `divisor` numbers between units of `layers` layers; the model itself for 1."""
     if divisor == 1:
         return model
     inner = model.parameters[1:-1]
@@ -82,7 +82,7 @@ def volunteers(*, together: bool) -> Scenario:
 
 
 def spans_of(scenario: Scenario, model: Model, train: TrainSettings, stages: int) -> list[Span]:
-    """Return the spans of all peers, in pipelines of so many peers: units in proportion to speed, as far as memory allows."""
+    """Return the spans of all peers, in pipelines of `stages` peers: units in proportion to speed, as far as memory allows."""
     peers = Simulation(scenario, model, Settings("train", train=train)).world.peers
     spans: list[Span] = []
     for first in range(0, len(peers) - stages + 1, stages):
@@ -102,7 +102,7 @@ def spans_of(scenario: Scenario, model: Model, train: TrainSettings, stages: int
 
 
 def tokens_per_s(scenario: Scenario, model: Model, train: TrainSettings, minutes: float, stages: int) -> float:
-    """Simulate until two steps are made, and return the tokens/s of those after the first, in pipelines of so many peers."""
+    """Simulate until two steps are made, and return the tokens/s of those after the first, in pipelines of `stages` peers."""
     spans = spans_of(scenario, model, train, stages)
     pipelines = [list(range(first, first + stages)) for first in range(0, len(spans) - stages + 1, stages)]
     steps_s: list[float] = []

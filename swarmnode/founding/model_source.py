@@ -509,21 +509,23 @@ def with_bottleneck(
         for before in boundaries(bottleneck, family.layer_count):
             states = span.forward(states, cache=None, start=done, end=before + 2)
             behind, hidden, done = f"{layer_name[1]}{before + 1}", states.shape[-1], before + 2
-            expected_VH = (
-                expected_states(states, ids_BT, embedding_VE) if anchor else states.new_zeros(span.vocab_size, hidden)
-            )
-            rows_RH = principal_directions(states - expected_VH[ids_BT], rank)
+            rest = states
+            if anchor:
+                expected_VH = expected_states(states, ids_BT, embedding_VE)
+                rest = states - expected_VH[ids_BT]
+            rows_RH = principal_directions(rest, rank)
             projections[f"{layer_name[1]}{before}.{THIN_OUT}.weight"] = rows_RH
             projections[f"{behind}.{THIN_IN}.weight"] = rows_RH.T.contiguous()
-            anchors_VH = expected_VH - expected_VH @ rows_RH.T @ rows_RH  # the code tells the rest
-            if anchor == hidden:
-                projections[f"{behind}.{ANCHOR}.weight"] = anchors_VH
-            elif anchor:
-                rows_AH = principal_directions(anchors_VH[ids_BT], anchor)
-                projections[f"{behind}.{ANCHOR}.weight"] = anchors_VH @ rows_AH.T
-                projections[f"{behind}.{ANCHOR_MAP}.weight"] = rows_AH.T.contiguous()
-                anchors_VH = anchors_VH @ rows_AH.T @ rows_AH
-            states = states @ rows_RH.T @ rows_RH + anchors_VH[ids_BT]
+            states = states @ rows_RH.T @ rows_RH
+            if anchor:
+                anchors_VH = expected_VH - expected_VH @ rows_RH.T @ rows_RH  # the code tells the rest
+                if anchor < hidden:
+                    rows_AH = principal_directions(anchors_VH[ids_BT], anchor)
+                    projections[f"{behind}.{ANCHOR_MAP}.weight"] = rows_AH.T.contiguous()
+                    anchors_VA = anchors_VH @ rows_AH.T
+                    anchors_VH = anchors_VA @ rows_AH
+                projections[f"{behind}.{ANCHOR}.weight"] = anchors_VA if anchor < hidden else anchors_VH
+                states = states + anchors_VH[ids_BT]
     values = read_json(checkpoint.path / CONFIG_NAME)
     with new_folder(out, force=force) as partial:
         for file in checkpoint_files(Path(checkpoint.path)):

@@ -332,12 +332,10 @@ RIDGE = 1e-2  # of the mean square of an embedding's numbers, so that directions
 def expected_states(states: Tensor, ids: Tensor, embedding_VE: Tensor) -> Tensor:
     """Return the state that each token lets one expect, states_VH: a linear regression of hidden states (positions, H) at some
     tokens (positions) on the tokens' embeddings."""
-
-    def with_one(rows: Tensor) -> Tensor:
-        return nn.functional.pad(rows.double(), (0, 1), value=1.0)
-
-    known_NE, states_NH = with_one(embedding_VE[ids.reshape(-1)]), states.reshape(-1, states.shape[-1]).double()
+    known_NE = nn.functional.pad(embedding_VE[ids.reshape(-1)].double(), (0, 1), value=1.0)
+    states_NH = states.reshape(-1, states.shape[-1]).double()
     gram_EE = known_NE.T @ known_NE
     gram_EE.diagonal().add_(RIDGE * gram_EE.diagonal().mean())
-    expected_VH: Tensor = with_one(embedding_VE) @ torch.linalg.solve(gram_EE, known_NE.T @ states_NH)
-    return expected_VH.float()
+    map_EH = torch.linalg.solve(gram_EE, known_NE.T @ states_NH).float()
+    expected_VH: Tensor = torch.addmm(map_EH[-1], embedding_VE.float(), map_EH[:-1])
+    return expected_VH
