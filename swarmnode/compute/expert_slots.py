@@ -20,23 +20,24 @@ from pathlib import Path
 from swarmnode.errors import CheckpointError, LocalError, WeightsLost
 
 PAGE = 4096  # bytes that reads past the page cache are whole multiples of
-PIECE_BYTES = 1 << 20  # of one read: several are on their way at once
+PIECE_BYTES = 1 << 20  # of one read: several are on their way at once, and one fills its slot while others are read
 WORKERS = 4  # with more, a disk is no faster with pieces of this size
 TIMEOUT_S = 20.0  # of one wait for the disk
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes [begin, end) of a file that hold one matrix."""
+    """Bytes [begin, end) of a file that hold one matrix, of which each `unit` bytes can be put into a slot by themselves."""
 
     file: Path
     begin: int
     end: int
+    unit: int = 1
 
 
-Fill = Callable[[int, int, int, mmap.mmap, int], None]
-"""Function that puts a matrix into a slot: layer, slot, number of the matrix in its expert, memory and the place of its first byte
-there. It runs on a worker's thread, and raises CheckpointError if the bytes are no weights."""
+Fill = Callable[[int, int, int, int, memoryview], None]
+"""Function that puts a piece of a matrix into a slot: layer, slot, number of the matrix in its expert, place of the piece in the
+matrix, and its bytes. It runs on a worker's thread, and raises CheckpointError if the bytes are no weights."""
 
 
 class _OpenFile:
@@ -95,21 +96,19 @@ class _Read:
 
 @dataclass(eq=False)
 class _MatrixRead:
-    """Read of one matrix in pieces, into `buffer`, from the page on that its first byte lies on."""
+    """Read of one matrix in pieces: the first byte of the next one, and the number of those that are not in the slot yet."""
 
     read: _Read
     number: int
     file: _OpenFile
-    begin: int
-    end: int
-    buffer: mmap.mmap | None = None
+    place: ByteRange
     next: int = field(init=False)
-    left: int = field(init=False)  # pieces
+    left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first = self.begin // PAGE * PAGE
-        self.next = self.first
-        self.left = -(-(self.end - self.first) // PIECE_BYTES)
+        self.piece_bytes = PIECE_BYTES // self.place.unit * self.place.unit
+        self.next = self.place.begin
+        self.left = -(-(self.place.end - self.place.begin) // self.piece_bytes)
 
 
 HITS_EXPONENT = 0.5
@@ -120,9 +119,9 @@ def expected_hits(slots: int, experts: int) -> float:
     return float(min(1.0, slots / experts) ** HITS_EXPONENT)
 
 
-def buffer_bytes(largest: int, workers: int = WORKERS) -> int:
-    """Return the memory of reads besides the slots, if the largest matrix has `largest` bytes."""
-    return workers * (largest + 2 * PIECE_BYTES)
+def buffer_bytes(workers: int = WORKERS) -> int:
+    """Return the memory of reads besides the slots."""
+    return workers * (PIECE_BYTES + 2 * PAGE)
 
 
 class ExpertSlots:
@@ -136,7 +135,7 @@ class ExpertSlots:
         timeout_s: Longest wait for the disk in seconds.
 
     Raises:
-        CheckpointError: A file cannot be opened.
+        CheckpointError: A file cannot be opened, or a unit of a matrix is larger than a piece.
 
     Attributes:
         hits: Experts that passes found in slots.
@@ -161,12 +160,11 @@ class ExpertSlots:
         self._fill, self.timeout_s = fill, timeout_s
         places = [place for layer in experts for expert in layer for place in expert]
         self._files = {path: _OpenFile(path) for path in {place.file for place in places}}
-        largest = max(place.end - place.begin for place in places)
-        self._buffer_bytes = largest // PIECE_BYTES * PIECE_BYTES + 2 * PIECE_BYTES
-        self.buffer_bytes = buffer_bytes(largest, workers)
+        if (largest := max(places, key=lambda place: place.unit)).unit > PIECE_BYTES:
+            raise CheckpointError(f"{largest.file}: rows of its experts are too long to be read from the disk")
+        self.buffer_bytes = buffer_bytes(workers)
         self._workers = workers
         self._begin()
-        self._buffers: list[mmap.mmap] = []
         self._failure: WeightsLost | None = None
         self._late: tuple[LayerSlots, int] | None = None
         self._closed = False
@@ -219,11 +217,12 @@ class ExpertSlots:
             self._threads.append(threading.Thread(target=self._work, name="read experts", daemon=True))
             self._threads[-1].start()
         for number, place in enumerate(places):
-            self._queue.append(_MatrixRead(read, number, self._files[place.file], place.begin, place.end))
+            self._queue.append(_MatrixRead(read, number, self._files[place.file], place))
         self._more.notify(len(places))
 
     def _work(self) -> None:
-        """Read pieces until `close`. The last piece's worker fills the slot."""
+        """Read pieces, and put them into their slots, until `close`."""
+        buffer = memoryview(mmap.mmap(-1, PIECE_BYTES + 2 * PAGE))
         while True:
             with self._more:
                 while not self._queue and not self._closed:
@@ -231,39 +230,32 @@ class ExpertSlots:
                 if self._closed:
                     return
                 one = self._queue[0]
-                if one.buffer is None:
-                    one.buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, self._buffer_bytes)
-                begin = one.next
-                one.next += PIECE_BYTES
-                if one.next >= one.end:
+                begin, one.next = one.next, min(one.next + one.piece_bytes, one.place.end)
+                end = one.next
+                if end == one.place.end:
                     self._queue.popleft()
-                buffer = one.buffer
             failure: WeightsLost | None = None
-            is_last, needed = False, min(PIECE_BYTES, one.end - begin)
             try:
-                place = begin - one.first
-                one.file.read(memoryview(buffer)[place : place + -(-needed // PAGE) * PAGE], begin, needed)
-                with self._lock:
-                    one.left -= 1
-                    is_last = not one.left
-                if is_last:
-                    self._fill(one.read.layer.number, one.read.slot, one.number, buffer, one.begin - one.first)
+                first = begin // PAGE * PAGE  # reads past the page cache take whole pages
+                one.file.read(buffer[: -(-(end - first) // PAGE) * PAGE], first, end - first)
+                piece = buffer[begin - first : end - first]
+                self._fill(one.read.layer.number, one.read.slot, one.number, begin - one.place.begin, piece)
             except WeightsLost as error:
                 failure = error
             except Exception as error:
                 failure = WeightsLost(f"{one.file.path}: an expert could not be read: {error}")
             with self._lock:
+                one.left -= 1
                 if failure is not None:
                     self._failure = failure
                     self._queue.clear()
-                elif is_last:
-                    self._buffers.append(buffer)
+                    self._done.notify_all()
+                elif not one.left:
                     self._settle(one)
-                self._done.notify_all()
 
     def _settle(self, one: _MatrixRead) -> None:
         """Note that a matrix is in its slot. The lock is held."""
-        self.read_bytes += one.end - one.begin
+        self.read_bytes += one.place.end - one.place.begin
         one.read.left -= 1
         if not one.read.left:
             self.reads += 1
@@ -272,6 +264,7 @@ class ExpertSlots:
                 self.busy_s += time.monotonic() - self._busy_since_s
             one.read.layer.reading.pop(one.read.expert)
             one.read.layer.ready[one.read.expert] = one.read.slot
+            self._done.notify_all()
 
     def _wait(self, layer: LayerSlots, give_up_s: float) -> None:
         """Wait for a matrix. The lock is held.

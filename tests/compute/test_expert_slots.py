@@ -17,7 +17,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.errors import LocalError, WeightsLost
+from swarmnode.errors import CheckpointError, LocalError, WeightsLost
 from tests.compute.model.llama_gguf import save_moe_gguf
 from tests.compute.packing.test_packed_weight import needs_ggml, pack
 
@@ -44,10 +44,10 @@ def make(file: Path) -> Iterator[Make]:
     def make(
         slots: int, seen: dict[tuple[int, int], bytes], timeout_s: float = 20.0, wait: object = None
     ) -> ExpertSlots:
-        def fill(_layer: int, slot: int, number: int, memory: object, begin: int) -> None:
+        def fill(_layer: int, slot: int, number: int, _place: int, piece: memoryview) -> None:
             if isinstance(wait, threading.Event):
                 wait.wait(20)
-            seen[slot, number] = bytes(memory[begin : begin + SIZE])  # type: ignore[index]
+            seen[slot, number] = bytes(piece)
 
         places = [
             [ByteRange(file, FIRST + at * SIZE, FIRST + (at + 1) * SIZE) for at in (expert, EXPERTS + expert)]
@@ -107,18 +107,23 @@ def test_a_pass_that_ends_early_leaves_the_slots_usable(make: Make) -> None:
 
 
 def test_a_matrix_is_read_in_pieces(tmp_path: Path) -> None:
-    path, size = tmp_path / "large.bin", 3 * PIECE_BYTES + 5
+    path, size, unit = tmp_path / "large.bin", 3 * PIECE_BYTES + 5, 700
     content = os.urandom(PAGE + size + 100)
     path.write_bytes(content)
-    seen: list[bytes] = []
-    slots = ExpertSlots(
-        [[[ByteRange(path, PAGE + 99, PAGE + 99 + size)]]],
-        1,
-        lambda _layer, _slot, _number, memory, begin: seen.append(bytes(memory[begin : begin + size])),
-    )
+    matrix, lengths = bytearray(size), []
+
+    def fill(_layer: int, _slot: int, _number: int, place: int, piece: memoryview) -> None:
+        matrix[place : place + len(piece)] = piece
+        lengths.append(len(piece))
+
+    slots = ExpertSlots([[[ByteRange(path, PAGE + 99, PAGE + 99 + size, unit)]]], 1, fill)
     list(slots.layers[0].visit({0: 1}))
     slots.close()
-    assert seen == [content[PAGE + 99 : PAGE + 99 + size]]
+    assert matrix == content[PAGE + 99 : PAGE + 99 + size] and sum(lengths) == size
+    *whole, last = sorted(lengths, reverse=True)
+    assert {length % unit for length in whole} == {0} and last % unit == size % unit
+    with pytest.raises(CheckpointError, match=r"large\.bin: rows of its experts are too long"):
+        ExpertSlots([[[ByteRange(path, 0, size, PIECE_BYTES + 1)]]], 1, fill)
 
 
 @pytest.mark.parametrize("change", ["cut", "written", "emptied", "grown"])

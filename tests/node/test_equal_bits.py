@@ -172,7 +172,7 @@ def silence_a_head(member: VirtualMember, source: ModelSource) -> None:
     packed_OB = torch.from_numpy(tensors["blk.0.attn_output.weight"].data.copy())
     packed_OB[:, 2:18] = packed_OB[:, 2:18] & 0xF0 | 8  # the low halves of the first block of 32: 16 inputs, one head's
     weight = span_of(member).model.get_submodule("model.layers.0.self_attn.o_proj").weight
-    weight._parts[0].refill(packed_OB)  # type: ignore[union-attr]
+    weight._parts[0].refill(packed_OB.reshape(-1))  # type: ignore[union-attr]
     compute_anew(member)
 
 

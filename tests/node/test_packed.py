@@ -191,14 +191,14 @@ def memory_for_five(sizes: UnitSizes, width: int = 1, units: tuple[int, int] = (
     """Return the memory with room for these units and 5 of 16 experts in each of the two layers."""
     expert_bytes = 3 * 64 * 128 * width**2 // 32 * 18
     need_bytes = sizes.need_bytes(*units, 512) - 2 * (16 - 5) * expert_bytes
-    return limit_bytes_for(need_bytes) + buffer_bytes(expert_bytes // 3)
+    return limit_bytes_for(need_bytes) + buffer_bytes()
 
 
 @in_virtual_time
 async def test_adapters_work_on_a_mixture_larger_than_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", 2 * expert_slots.PAGE)
     (tmp_path / "model").mkdir()
     packed = Packed(tmp_path / "model", partial(save_moe_gguf, experts=16))
     saved = save_llama_adapter(tmp_path / "verse", packed.plain.folder, seed=1, layers="self_attn")
@@ -223,7 +223,7 @@ async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fit
     mixture: tuple[Packed, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the machine with all in memory goes on with a text, or the other way round."""
-    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)  # buffers smaller than the tiny model
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", 2 * expert_slots.PAGE)  # buffers smaller than the tiny model
     packed, products = mixture
     alone = packed.plain.alone(PROMPT, NEW) if products == "exact" else fast_alone(packed, PROMPT)
     sizes = unit_sizes(Checkpoint(packed.folder), dtype=torch.float32, keeps_packed=True)
@@ -264,7 +264,7 @@ async def test_a_machine_with_experts_on_its_disk_moves_pauses_and_leaves_amid_t
     mixture: tuple[Packed, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each text is the same: that of the sessions of a lost machine whose layers it takes over, and of those that it hands over."""
-    monkeypatch.setattr(expert_slots, "PIECE_BYTES", expert_slots.PAGE)
+    monkeypatch.setattr(expert_slots, "PIECE_BYTES", 2 * expert_slots.PAGE)
     packed, products = mixture
     prompts = [[*PROMPT, at] for at in range(3)]
     alone = [

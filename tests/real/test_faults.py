@@ -115,7 +115,8 @@ async def test_the_sessions_of_a_killed_client_are_freed(stages: Stages) -> None
         )
         assert dying.stdout is not None
         await dying.stdout.readexactly(4)  # it has tokens: its session is open
-        await until_sessions(True)
-        dying.kill()
+        with stopped(psutil.Process(dying.pid)):  # it would have ended its text before the session is announced
+            await until_sessions(True)
+            dying.kill()
         await dying.wait()
         await until_sessions(False)

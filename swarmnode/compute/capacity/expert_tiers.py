@@ -83,7 +83,7 @@ def expert_tier(
     if not stacks or not active or most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units:
         return None
     matrices = [part.nbytes // part.shape[0] for parts in stacks.values() for part in parts]
-    readers_bytes = buffer_bytes(max(matrices))
+    readers_bytes = buffer_bytes()
     room_bytes = limit_bytes - readers_bytes
     most = max(parts[0].shape[0] for parts in stacks.values())
 

@@ -347,13 +347,11 @@ def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
     """Raise CheckpointError if the tensor `name` has values that are no finite numbers. Only the scales of its blocks are read:
     values are scales times small whole numbers."""
     blocks_NB = packed_B.view(-1, form.block_bytes)
-    if form.name in EXPONENTS:  # ten times as fast as isfinite
-        whole, exponent = EXPONENTS[form.name]
-        is_finite = all(
-            part.view(whole).bitwise_and(exponent).amax() < exponent for part in blocks_NB.split(BLOCKS_AT_ONCE)
-        )
-    elif form.scales:
-        is_finite = all(blocks_NB[:, at : at + 2].view(torch.float16).isfinite().all() for at in form.scales)
+    if form.scales or form.name in EXPONENTS:
+        whole, exponent = EXPONENTS.get(form.name, EXPONENTS["F16"])
+        of_scale = (blocks_NB[:, at : at + whole.itemsize].view(whole) for at in form.scales or (0,))
+        parts = (part for numbers in of_scale for part in numbers.split(BLOCKS_AT_ONCE))
+        is_finite = all(part.bitwise_and(exponent).amax() < exponent for part in parts)  # far faster than isfinite
     else:  # MXFP4: a scale is a byte, an exponent of 2, and the largest ones overflow with large values only
         large_NB = blocks_NB[blocks_NB[:, 0] >= LARGE_EXPONENT]
         is_finite = bool(dequantise(large_NB.reshape(-1), form, len(large_NB) * form.block).isfinite().all())

@@ -8,12 +8,10 @@ each 256 times finer than the one before: together they have 24 bits, as float32
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +44,7 @@ PARTS, STEP = 3, 256.0
 FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weights
 TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
 FEW_CHOSEN, MANY_ROWS = 8, 1 << 31
+ROWS_OF_ORDER = 16  # rows that follow one another, and can be interleaved by themselves
 ROWS_OF_EXPERT = 4  # that ggml multiplies at once with an interleaved matrix
 KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
 TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
@@ -194,28 +193,19 @@ class _Interleaving:
     extra: int
 
 
-@contextmanager
-def _interleaved_tensor(ggml: Library, form: Format, outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Yield a new tensor in ggml's interleaved memory and the address of its bytes; both are freed after the block."""
-    context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
-    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
-    try:
-        tensor, base = ggml.new_tensor(context, form.number, inputs, outputs), ggml.base_of(buffer)
-        ggml.place(buffer, tensor, base)
-        yield tensor, base
-    finally:
-        ggml.free(context)
-        ggml.free_buffer(buffer)
-
-
 @functools.cache
 def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
     """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
     ggml = library()
     if ggml is None or ggml.interleaved is None or form.name in DTYPES:
         return None
-    with _interleaved_tensor(ggml, form, outputs, inputs) as (tensor, _):
-        extra = address_at(tensor + EXTRA_AT).value
+    context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
+    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
+    tensor = ggml.new_tensor(context, form.number, inputs, outputs)
+    ggml.place(buffer, tensor, ggml.base_of(buffer))
+    extra = address_at(tensor + EXTRA_AT).value
+    ggml.free(context)
+    ggml.free_buffer(buffer)
     return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
 
 
@@ -245,7 +235,7 @@ class GgmlMatrix:
         kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
         if not kept:
-            self.refill(packed_OB)
+            self.refill(packed_OB.reshape(-1))
 
     @classmethod
     def slot(cls, memory_B: Tensor, form: Format, outputs: int, inputs: int, *, exact: bool) -> GgmlMatrix:
@@ -254,16 +244,22 @@ class GgmlMatrix:
         matrix.order = None if exact else _interleaving(form, outputs, inputs)
         return matrix
 
-    def refill(self, packed_OB: Tensor) -> None:
-        """Take the values of other packed rows (O, bytes), in the order in which this matrix keeps them."""
+    def refill(self, packed_B: Tensor, place: int = 0) -> None:
+        """Take the packed bytes of other rows from byte `place` on, in the order in which this matrix keeps them. They are whole
+        rows, in multiples of ROWS_OF_ORDER if it keeps them in another order."""
         if self.order is None:
-            self._memory.copy_(packed_OB.reshape(-1))
+            self._memory[place : place + packed_B.nbytes].copy_(packed_B)
             return
-        packed_OB, ggml = packed_OB.contiguous(), library()
+        packed_B, ggml = packed_B.contiguous(), library()
         assert ggml is not None
-        with _interleaved_tensor(ggml, self.form, self.outputs, self.inputs) as (tensor, base):
-            ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
-            ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
+        context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
+        rows = packed_B.nbytes // self.form.row_bytes(self.inputs)
+        tensor = ggml.new_tensor(context, self.form.number, self.inputs, rows)
+        values = {DATA_AT: self.address + place, BUFFER_AT: self.order.buffer, EXTRA_AT: self.order.extra}
+        for at, value in values.items():
+            address_at(tensor + at).value = value
+        ggml.set_values(tensor, packed_B.data_ptr(), 0, packed_B.nbytes)
+        ggml.free(context)
 
     @property
     def has_rows(self) -> bool:

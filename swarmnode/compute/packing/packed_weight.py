@@ -9,7 +9,6 @@ The forward product of a frozen layer may be any kernel. Its gradient with regar
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from swarmnode.compute.device import trim_heap
 from swarmnode.compute.expert_slots import ByteRange, ExpertSlots, LayerSlots
 from swarmnode.compute.packing.card_matrix import CardMatrix
 from swarmnode.compute.packing.ggml import ALIGNMENT, FORMATS, aligned, check_finite
-from swarmnode.compute.packing.ggml_matrix import GgmlMatrix, GgmlStack, by_expert
+from swarmnode.compute.packing.ggml_matrix import ROWS_OF_ORDER, GgmlMatrix, GgmlStack, by_expert
 from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
 
@@ -368,11 +367,11 @@ def read_slots(
         places.append([[_expert_range(part, number) for part in each] for number in range(each[0].shape[0])])
         matrices.append([_slot_matrices(part, min(slots, part.shape[0]), exact=exact) for part in each])
 
-    def fill(layer: int, slot: int, number: int, memory: mmap.mmap, begin: int) -> None:
+    def fill(layer: int, slot: int, number: int, place: int, piece: memoryview) -> None:
         matrix = matrices[layer][number][slot]
-        packed_B = torch.frombuffer(memory, dtype=torch.uint8, count=matrix.nbytes, offset=begin)
+        packed_B = torch.frombuffer(piece, dtype=torch.uint8)
         check_finite(packed_B, matrix.form, "an expert")
-        matrix.refill(packed_B.view(matrix.outputs, -1))
+        matrix.refill(packed_B, place)
 
     pool = ExpertSlots(places, slots, fill)
     stacks: dict[str, SlotStack] = {}
@@ -387,7 +386,8 @@ def read_slots(
 def _expert_range(entry: TensorEntry, number: int) -> ByteRange:
     """Return the place of one expert's matrix in the tensor of all experts of its layer."""
     size = entry.nbytes // entry.shape[0]
-    return ByteRange(entry.file, entry.begin + number * size, entry.begin + (number + 1) * size)
+    rows_bytes = size // entry.shape[1] * ROWS_OF_ORDER
+    return ByteRange(entry.file, entry.begin + number * size, entry.begin + (number + 1) * size, rows_bytes)
 
 
 def _slot_matrices(entry: TensorEntry, slots: int, *, exact: bool) -> list[GgmlMatrix]:

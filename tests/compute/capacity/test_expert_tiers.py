@@ -76,7 +76,7 @@ def test_the_sentence_says_what_fits(limit_gb: int, needed: int) -> None:
         return layers + (2 * END_BYTES if needed == UNITS else 0)
 
     # As many experts as possible: one more would not fit
-    room_bytes = usable_bytes(limit_bytes - buffer_bytes(EXPERT_BYTES // 3))
+    room_bytes = usable_bytes(limit_bytes - buffer_bytes())
     assert ACTIVE <= slots < EXPERTS
     assert need_bytes(slots) <= room_bytes or slots == ACTIVE
     assert need_bytes(slots + 1) > room_bytes or slots == EXPERTS - 1
