@@ -6,6 +6,7 @@ import logging
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from swarmnode.metrics.metric import Metric, Reading, Readings, Source
 from swarmnode.version import __version__
 
 log = logging.getLogger(__name__)
+
+MOMENTS, MOMENT_S = 5, 0.001
 
 
 def machine(home: Path) -> Source:
@@ -56,11 +59,16 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def running_threads() -> int | None:
-    """Return how many threads of all programs run or wait for a core at the moment; None where the system does not tell."""
-    try:
-        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    except (OSError, ValueError, IndexError):
-        return None
+    """Return how many threads of all programs run or wait for a core: the fewest of some moments, since a thread that only answers
+    another program ends meanwhile. None where the system does not tell."""
+    found = []
+    for _ in range(MOMENTS):
+        try:
+            found.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
+        except (OSError, ValueError, IndexError):
+            return None
+        time.sleep(MOMENT_S)
+    return min(found)
 
 
 class Card:

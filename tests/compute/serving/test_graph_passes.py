@@ -367,7 +367,7 @@ def test_a_graph_of_a_size_that_ggml_cannot_have_is_no_error(
 def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     now = [0.0, 0.0, 0.0]
-    cores = SpareCores(lambda: (now[0], now[1], now[2]))
+    cores = SpareCores(lambda: (now[0], now[1], now[2]), lambda: 9)
     found = []
     for others, own in ((0.0, 4.0), (1.1, 2.0), (0.2, 3.0), (3.9, 0.1), (9.0, 0.0)):
         now[0] += 2
@@ -379,14 +379,15 @@ def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.M
     assert cores.count() == 1, "it is not asked at each pass"
 
 
-def test_programs_that_ended_in_a_pause_take_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pause_s", [2, 60])
+def test_programs_that_ended_in_a_pause_take_no_cores(monkeypatch: pytest.MonkeyPatch, pause_s: int) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     now, running = [0.0, 0.0, 0.0], [1]
     cores = SpareCores(lambda: (now[0], now[1], now[2]), lambda: running[0])
     found = []
     for running[0] in (1, 3, 9):
-        now[0] += 60
-        now[1] += 200
+        now[0] += pause_s
+        now[1] += 3 * pause_s
         found.append(cores.count())
     assert found == [4, 2, 1]
     assert 1 <= (running_threads() or 1) < 1 << 20

@@ -39,15 +39,15 @@ TRIAL_S, TRIAL_CPU_S = 180.0, 120  # at most, of the clock and of CPU: a busy ma
 TRIED = ((1, 4, 4), (1, 1, 1), (2, 1, 1), (2, 2, 1))  # (rows, positions, with logits) of the graphs that are tried
 TRIED_PASSES = 2  # at most, of each
 FAR, FAR_EXACT = 0.5, 1e-3  # of a result's spread: fast products round to 8 bits, and a rounding that differs spreads
-ASKED_EVERY_S, STALE_S = 1.0, 3.0
+ASKED_EVERY_S = 1.0
 TOLD = 400  # bytes of a reason
 
 
 class SpareCores:
     """Number of cores that other programs leave to this one, asked every `ASKED_EVERY_S` at most.
 
-    Each operation of a graph waits for all threads. So two threads beside a busy core are slower than one. After a pause of
-    `STALE_S` the programs that run at the moment count, since those that ran in the pause may have ended.
+    Each operation of a graph waits for all threads. So two threads beside a busy core are slower than one. A program that has used
+    a core since the last time, and does not run at the moment, does not count: it may have ended.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class SpareCores:
         now_s, busy_s, own_s = self._used_s()
         last_s, last_busy_s, last_own_s = self._last
         if now_s - last_s >= ASKED_EVERY_S:
-            others = ((busy_s - last_busy_s) - (own_s - last_own_s)) / (now_s - last_s)
-            if now_s - last_s >= STALE_S and (running := self._running()) is not None:
-                others = running - 1  # besides the thread that asks
-            self._count = max(1, min(self.cores, round(self.cores - others)))
+            others = round(((busy_s - last_busy_s) - (own_s - last_own_s)) / (now_s - last_s))
+            if others and (running := self._running()) is not None:
+                others = min(others, running - 1)  # besides the thread that asks
+            self._count = max(1, min(self.cores, self.cores - others))
             self._last = now_s, busy_s, own_s
         return self._count
 
