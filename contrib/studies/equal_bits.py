@@ -1,10 +1,12 @@
 """Study of equal bits: positions of a packed model with fast products, alone and in company, with several numbers of threads.
 
     python contrib/studies/equal_bits.py [--tokens 20000] [--threads 1 2] [--layers 30] [--length 1100] [--kv int8]
+    python contrib/studies/equal_bits.py --model MIXTURE.gguf --slots 8 [--tokens 20000] [--threads 1 2] [--layers 2]
 
 Pages of docs are cut into texts. SmolLM2's first layers compute each text alone: a prompt, then one position a pass, as a session
 that decodes. They compute it again as one of four sessions side by side, sometimes by two positions a pass, as guesses do, and as
 one prompt, as a replay does; all of it with each number of threads. Steady steps are recorded and replayed, as in a node.
+`--model` takes another GGUF file, with random tokens. `--slots` repeats it all with memory for that number of experts in a layer.
 
 Prints JSON: the positions of the texts, and for each way and number of threads how many have other bits behind the last layer than
 alone with the first number of threads.
@@ -13,6 +15,7 @@ alone with the first number of threads.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -69,37 +72,54 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1100, help="positions of a text")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--kv", default="plain", choices=["plain", "int8"])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--slots", type=int, default=0)
     options = parser.parse_args()
-    model = trained(SMOLLM2)
+    model = options.model or trained(SMOLLM2)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_model(str(model), Path(folder) / "model", packs=True)
-        span = load_span(checkpoint, 0, 1 + options.layers, dtype=getattr(torch, options.dtype), products="fast")
-        tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
-        pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
-        ids_N = torch.tensor(tokenizer("\n".join(page.read_text("utf-8") for page in pages)).input_ids)
+        spans = {
+            f"{slots} slots" if slots else "memory": load_span(
+                checkpoint,
+                0,
+                1 + options.layers,
+                dtype=getattr(torch, options.dtype),
+                products="fast",
+                expert_slots=slots,
+            )
+            for slots in dict.fromkeys((0, options.slots))
+        }
+        if options.model is not None:
+            ids_N = torch.randint(100, 2000, (options.tokens,), generator=torch.Generator().manual_seed(0))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+            pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+            ids_N = torch.tensor(tokenizer("\n".join(page.read_text("utf-8") for page in pages)).input_ids)
         texts = list(ids_N[: options.tokens // options.length * options.length].split(options.length))
         differ: dict[str, int] = {}
         positions = 0
         for start in range(0, len(texts), COMPANY):
             some = texts[start : start + COMPANY]
             known: list[Tensor] = []
-            for threads in options.threads:
+            for threads, (place, span) in itertools.product(options.threads, spans.items()):
                 torch.set_num_threads(threads)
+
+                def alone(prompt: int, span: ModelSpan = span, some: list[Tensor] = some) -> list[Tensor]:
+                    return [hidden_states(span, [one], prompt, options.kv, guesses=False)[0] for one in some]
+
                 ways = {
-                    "alone": [*(hidden_states(span, [one], PROMPT, options.kv, guesses=False)[0] for one in some)],
+                    "alone": alone(PROMPT),
                     "in company": hidden_states(span, some, PROMPT, options.kv, guesses=True),
-                    "replay": [
-                        *(hidden_states(span, [one], options.length, options.kv, guesses=False)[0] for one in some)
-                    ],
+                    "replay": alone(options.length),
                 }
                 known = known or ways["alone"]
                 for way, states in ways.items():
-                    name = f"{way}, {threads} threads"
+                    name = f"{way}, {threads} threads, {place}"
                     wrong = sum(int((a != b).any(-1).sum()) for a, b in zip(known, states, strict=True))
                     differ[name] = differ.get(name, 0) + wrong
             positions += sum(map(len, some))
             print(positions, differ, file=sys.stderr, flush=True)
-        print(json.dumps({**vars(options), "positions": positions, "differ": differ}, indent=1))
+        print(json.dumps({**vars(options), "model": model.name, "positions": positions, "differ": differ}, indent=1))
 
 
 if __name__ == "__main__":
