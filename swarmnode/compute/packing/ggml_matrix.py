@@ -192,10 +192,21 @@ class _Interleaving:
     buffer: int
     extra: int
 
+    def write(self, packed_B: Tensor, form: Format, inputs: int, address: int) -> None:
+        """Write packed rows in this order to an address. They are a multiple of ROWS_OF_ORDER, or the last ones of a matrix."""
+        packed_B, ggml = packed_B.contiguous(), library()
+        assert ggml is not None
+        context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
+        tensor = ggml.new_tensor(context, form.number, inputs, packed_B.nbytes // form.row_bytes(inputs))
+        for at, value in ((DATA_AT, address), (BUFFER_AT, self.buffer), (EXTRA_AT, self.extra)):
+            address_at(tensor + at).value = value
+        ggml.set_values(tensor, packed_B.data_ptr(), 0, packed_B.nbytes)
+        ggml.free(context)
+
 
 @functools.cache
 def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
-    """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
+    """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not, or not ROWS_OF_ORDER by themselves."""
     ggml = library()
     if ggml is None or ggml.interleaved is None or form.name in DTYPES:
         return None
@@ -206,7 +217,15 @@ def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | No
     extra = address_at(tensor + EXTRA_AT).value
     ggml.free(context)
     ggml.free_buffer(buffer)
-    return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
+    if extra is None:
+        return None
+    order = _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
+    packed_2B = torch.arange(2 * ROWS_OF_ORDER * form.row_bytes(inputs), dtype=torch.uint8).view(2, -1)
+    whole_B, parts_B = (aligned(packed_2B.nbytes) for _ in range(2))
+    order.write(packed_2B, form, inputs, whole_B.data_ptr())
+    for part_B, place in zip(packed_2B, (0, packed_2B.shape[1]), strict=True):
+        order.write(part_B, form, inputs, parts_B.data_ptr() + place)
+    return order if torch.equal(whole_B, parts_B) else None
 
 
 _agreeing: dict[tuple[str, int, bool], bool] = {}
@@ -249,17 +268,8 @@ class GgmlMatrix:
         rows, in multiples of ROWS_OF_ORDER if it keeps them in another order."""
         if self.order is None:
             self._memory[place : place + packed_B.nbytes].copy_(packed_B)
-            return
-        packed_B, ggml = packed_B.contiguous(), library()
-        assert ggml is not None
-        context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
-        rows = packed_B.nbytes // self.form.row_bytes(self.inputs)
-        tensor = ggml.new_tensor(context, self.form.number, self.inputs, rows)
-        values = {DATA_AT: self.address + place, BUFFER_AT: self.order.buffer, EXTRA_AT: self.order.extra}
-        for at, value in values.items():
-            address_at(tensor + at).value = value
-        ggml.set_values(tensor, packed_B.data_ptr(), 0, packed_B.nbytes)
-        ggml.free(context)
+        else:
+            self.order.write(packed_B, self.form, self.inputs, self.address + place)
 
     @property
     def has_rows(self) -> bool:

@@ -249,9 +249,10 @@ class PassScheduler:
             return self._beside(steps, held_back[0]) if held_back else steps
         if self._stepped_at:  # not so many positions that decoding sessions wait too long
             # The last chunks tell what a position costs, as steps have logits. Half a position more lets chunks grow from 1.
-            most = self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at)))
             if self._prompts.mean_s and self._steps.mean_s:
                 most = STALL * self._steps.mean_s * self._prompts.mean_positions / self._prompts.mean_s
+            else:
+                most = self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at)))
             most = max(most + 0.5, self._least_beside)
         else:
             most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
