@@ -236,11 +236,14 @@ class Trainer:
             for name, one in named.items()
             if setting.optimizer == "muon" and is_matrix(name, one)
         }
-        if setting.optimizer == "muon":
+        if setting.optimizer == "muon":  # anchors are AdamW's, as embeddings are
+            anchors = [boundary.anchor_VA for boundary in boundaries if setting.anchor]
             self._matrices |= {
-                f"projection {place}": (one, torch.zeros_like(one)) for place, one in enumerate(projections)
+                f"projection {place}": (one, torch.zeros_like(one))
+                for place, one in enumerate(projections)
+                if all(one is not anchor for anchor in anchors)
             }
-            projections = []
+            projections = anchors
         others = [one for name, one in named.items() if name not in self._matrices]
         self.parameters = [*named.values(), *(one for boundary in boundaries for one in boundary.parameters())]
         decayed = [one for one in others if one.dim() >= 2]
