@@ -78,7 +78,7 @@ setInterval(() => {
 class Crowd:
     """Stand-in for a client of a swarm of `machines` made-up machines, with what the page asks of it."""
 
-    cached_positions = None
+    cached_positions = cached_defaults = None
 
     def __init__(self, folder: Path, machines: int, sessions: int) -> None:
         self._dice = random.Random(0)

@@ -26,6 +26,7 @@ from swarmnode.node.node import Node
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.storage.swarmfile import Swarm
+from tests.contrib.script import CONTRIB, load
 from tests.gateway.conftest import MODEL, Served, serving
 from tests.gateway.in_process import InProcess
 from tests.lending.test_control import server_of
@@ -286,3 +287,12 @@ def test_changes_are_what_is_new(sessions: list[Any], expected: dict[str, Any]) 
     after = {**before, "peers": [{**b, "sessions": 1}, {"peer": "c"}], "sessions": sessions}
     changes = {"peers": [{"peer": "b", "sessions": 1}, {"peer": "c"}], "gone": ["a"], **expected}
     assert feed.changes_between(before, after) == changes
+
+
+async def test_made_up_swarms_have_what_the_page_asks_of_a_client(tmp_path: Path) -> None:
+    """The stand-in of the benchmark is that of the tests in Chromium, which not every machine has."""
+    crowd = load(CONTRIB / "benchmarks" / "page.py").Crowd(tmp_path, 3, 1)
+    gateway = Gateway({"crowd": crowd})
+    transport = InProcess(build_app(gateway, Page(gateway, tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["crowd"]
