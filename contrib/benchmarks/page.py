@@ -20,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from swarmnode.codec.body import HopSpec
 from swarmnode.errors import UsageError
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
@@ -35,6 +35,7 @@ from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
 from swarmnode.peer.findings_record import Findings
 from swarmnode.peer.swarm_status import picture_of
+from swarmnode.serving.client.generation import Generation
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo
 from swarmnode.swarm.storage.content import FileContent
@@ -91,16 +92,10 @@ class Crowd:
         self._standing = Findings(folder / "standing", time.time)
         self._peers = {peer.peer: peer for peer in map(self._machine, range(machines))}
         ids = list(self._peers)
-        self.running: dict[str, Any] = {
-            f"{number:032x}": SimpleNamespace(
-                route=[
-                    SimpleNamespace(peer=self._dice.choice(ids), start=8 * hop, end=8 * hop + 8) for hop in range(HOPS)
-                ],
+        self.running = {
+            f"{number:032x}": Generation(
                 ids=[0],
-                tokens_per_s=20.0,
-                reroutes=0,
-                faults=[],
-                longest_stall_s=0.0,
+                route=tuple(HopSpec(self._dice.choice(ids), 8 * hop, 8 * hop + 8) for hop in range(HOPS)),
             )
             for number in range(sessions)
         }
@@ -240,9 +235,8 @@ async def measure(program: str, folder: Path, options: argparse.Namespace) -> di
     async with page.watching(), serving_http(build_app(gateway, page), "127.0.0.1", 0) as port:
         changing = asyncio.ensure_future(change())
         try:
-            told = await asyncio.to_thread(
-                watch, program, folder / "profile", f"http://127.0.0.1:{port}/", options.seconds
-            )
+            address = f"http://127.0.0.1:{port}/#owner={page.owner.token}"
+            told = await asyncio.to_thread(watch, program, folder / "profile", address, options.seconds)
         finally:
             changing.cancel()
     looked_ms = sorted(1000 * each for each in crowd.looked_s)

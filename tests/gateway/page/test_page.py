@@ -296,3 +296,5 @@ async def test_made_up_swarms_have_what_the_page_asks_of_a_client(tmp_path: Path
     transport = InProcess(build_app(gateway, Page(gateway, tmp_path)))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
         assert [card["id"] for card in (await http.get("/v1/models")).json()["data"]] == ["crowd"]
+    ((trace, session),) = crowd.running.items()
+    assert feed.progress_of(trace, session)["tokens"] == 1
