@@ -198,10 +198,16 @@ class _Interleaving:
         assert ggml is not None
         context = ggml.init(InitParams(CONTEXT_BYTES, None, True))
         tensor = ggml.new_tensor(context, form.number, inputs, packed_B.nbytes // form.row_bytes(inputs))
-        for at, value in ((DATA_AT, address), (BUFFER_AT, self.buffer), (EXTRA_AT, self.extra)):
-            address_at(tensor + at).value = value
+        put_at(tensor, address, self)
         ggml.set_values(tensor, packed_B.data_ptr(), 0, packed_B.nbytes)
         ggml.free(context)
+
+
+def put_at(tensor: int, address: int, order: _Interleaving | None) -> None:
+    """Let a tensor of ggml have the bytes at an address, whose rows lie in this order; None: one after the other."""
+    address_at(tensor + DATA_AT).value = address
+    if order is not None:
+        address_at(tensor + BUFFER_AT).value, address_at(tensor + EXTRA_AT).value = order.buffer, order.extra
 
 
 @functools.cache

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from swarmnode.compute.packing.ggml import (
     ACTIVATIONS,
-    BUFFER_AT,
     CALLED,
     DATA_AT,
-    EXTRA_AT,
     STRIDES_AT,
     Format,
     Library,
@@ -25,7 +23,7 @@ from swarmnode.compute.packing.ggml import (
     numbers_at,
 )
 from swarmnode.compute.packing.ggml_graph import NUMBERS, CannotBeLowered, GraphTensors, GraphValue
-from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, PARTS, STEP, ActivationParts, GgmlMatrix, GgmlStack
+from swarmnode.compute.packing.ggml_matrix import MANY_ROWS, PARTS, STEP, ActivationParts, GgmlMatrix, GgmlStack, put_at
 from swarmnode.compute.serving.graphs.operations import CONSTANT, LATE, Operation
 
 CHOICES = frozenset({"topk", "gather", "chosen_products", "add_chosen", "detach"})
@@ -57,10 +55,7 @@ class ChoiceNodes(GraphTensors):
         count = PARTS * rows if matrix.is_exact else rows
         shape = (count, 1, matrix.inputs) if matrix.multiplies_rows_apart(count) else (count, matrix.inputs)
         weight = self._ggml.new_tensor(self._context, matrix.form.number, matrix.inputs, matrix.outputs)
-        address_at(weight + DATA_AT).value = matrix.address
-        if matrix.order is not None:
-            address_at(weight + BUFFER_AT).value = matrix.order.buffer
-            address_at(weight + EXTRA_AT).value = matrix.order.extra
+        put_at(weight, matrix.address, matrix.order)
         self._alive.append(matrix)
         if not matrix.is_exact:
             tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
@@ -177,10 +172,7 @@ class ChoiceNodes(GraphTensors):
             count, outputs, inputs = stack.count, stack.outputs, stack.inputs
             weight = self._ggml.new_tensor_4d(self._context, stack.form.number, inputs, outputs, count, 1)
             numbers_at(weight + STRIDES_AT)[2] = stack.stride
-            address_at(weight + DATA_AT).value = stack.address
-            if stack.order is not None:
-                address_at(weight + BUFFER_AT).value = stack.order.buffer
-                address_at(weight + EXTRA_AT).value = stack.order.extra
+            put_at(weight, stack.address, stack.order)
             self._alive.append(stack)
         elif stack.stage == CONSTANT and stack.value.dtype in NUMBERS:
             count, outputs, inputs = stack.value.shape
