@@ -43,6 +43,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 
 UNITS, WIDTHS, HOPS = 48, (4, 8, 8, 12), 6
+TOKEN_S = 0.05
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "Apple M3 Max", "CPU, 16 cores")
 WATCH = """
 window.framesMs = [];
@@ -95,6 +96,8 @@ class Crowd:
         self.running = {
             f"{number:032x}": Generation(
                 ids=[0],
+                first_token_s=TOKEN_S,
+                seconds=TOKEN_S,
                 route=tuple(HopSpec(self._dice.choice(ids), 8 * hop, 8 * hop + 8) for hop in range(HOPS)),
             )
             for number in range(sessions)
@@ -129,6 +132,7 @@ class Crowd:
         self._peers[turned] = msgspec.structs.replace(self._peers[turned], state=state)
         for session in self.running.values():
             session.ids.append(0)
+            session.seconds += TOKEN_S
         self.revision += 1
 
     def status(self) -> dict[str, Any]:

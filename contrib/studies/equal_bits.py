@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1100, help="positions of a text")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--kv", default="plain", choices=["plain", "int8"])
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="GGUF file instead of SmolLM2's")
+    parser.add_argument("--slots", type=int, default=0, help="experts of a layer in memory, besides all of them")
     options = parser.parse_args()
     model = options.model or trained(SMOLLM2)
     with tempfile.TemporaryDirectory() as folder:

@@ -229,27 +229,24 @@ class Trainer:
     """Optimiser of a model and its boundaries: AdamW, or Muon for matrices with AdamW for the others."""
 
     def __init__(self, setting: Setting, model: Any, boundaries: list[Boundary]) -> None:
-        projections = [one for boundary in boundaries for one in boundary.parameters() if one.requires_grad]
         named = dict(model.named_parameters())
-        self._matrices = {
-            name: (one, torch.zeros_like(one))
-            for name, one in named.items()
-            if setting.optimizer == "muon" and is_matrix(name, one)
+        self._own = {
+            f"{name} {place}": one
+            for place, boundary in enumerate(boundaries)
+            for name, one in boundary.named_parameters()
+            if one.requires_grad
         }
-        if setting.optimizer == "muon":  # anchors are AdamW's, as embeddings are
-            anchors = [boundary.anchor_VA for boundary in boundaries if setting.anchor]
-            self._matrices |= {
-                f"projection {place}": (one, torch.zeros_like(one))
-                for place, one in enumerate(projections)
-                if all(one is not anchor for anchor in anchors)
-            }
-            projections = anchors
-        others = [one for name, one in named.items() if name not in self._matrices]
+        self._matrices = {  # anchors are AdamW's, as embeddings are
+            name: (one, torch.zeros_like(one))
+            for name, one in {**named, **self._own}.items()
+            if setting.optimizer == "muon" and is_matrix(name, one) and not name.startswith("anchor_VA")
+        }
+        others, own = ([one for name, one in each.items() if name not in self._matrices] for each in (named, self._own))
         self.parameters = [*named.values(), *(one for boundary in boundaries for one in boundary.parameters())]
         decayed = [one for one in others if one.dim() >= 2]
         groups = [
             {"params": decayed, "weight_decay": WEIGHT_DECAY},
-            {"params": [one for one in others if one.dim() < 2] + projections, "weight_decay": 0.0},
+            {"params": [one for one in others if one.dim() < 2] + own, "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
         self._boundaries = boundaries
@@ -263,7 +260,7 @@ class Trainer:
         self._adamw.step()
         with torch.no_grad():
             for name, (one, momentum) in self._matrices.items():
-                decay = 0.0 if name.startswith("projection") else WEIGHT_DECAY
+                decay = 0.0 if name in self._own else WEIGHT_DECAY
                 muon(name, one, one.grad, momentum, beta=0.95, learning_rate=rate, weight_decay=decay)
         for boundary in self._boundaries:
             boundary.retract()
