@@ -29,7 +29,7 @@ from swarmnode.config import StageConfig
 from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
-from swarmnode.measuring.hardware import MEMORY_SHARE, has_packed_products, missing_products
+from swarmnode.measuring.hardware import MEMORY_SHARE, has_packed_products, host_memory, missing_products
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.reachability import answers, own_interfaces, seen_at
@@ -108,12 +108,18 @@ def judge_weights(manifest: Manifest, outline: Checkpoint | None = None) -> list
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
     seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
-    if outline is not None and device.kind == "cpu":
+    if outline is not None and device.kind in ("cpu", "cuda"):
         import torch
 
-        sizes = unit_sizes(outline, dtype=torch.float32, keeps_packed=True)
-        if tier := whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens):
-            seen += f", or all of them with experts on the disk ({tier})"
+        is_cpu = device.kind == "cpu"
+        sizes = unit_sizes(
+            outline, dtype=torch.float32 if is_cpu else device.dtype_for(outline.dtype), keeps_packed=True
+        )
+        host = None if is_cpu else host_memory()
+        if tier := whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens, host):
+            seen += (
+                f", or all of them with experts {'on the disk' if is_cpu else 'in the memory beside the card'} ({tier})"
+            )
     try:
         lacks_products = device.kind == "cpu" and not has_packed_products(device)
     except LocalError as error:  # the owner's own build of ggml

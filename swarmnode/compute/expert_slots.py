@@ -133,12 +133,15 @@ class ExpertSlots:
         fill: Puts a matrix into a slot.
         workers: Number of threads that read.
         timeout_s: Longest wait for the disk in seconds.
+        is_fixed: Whether `LayerSlots.found` leaves the slots as they are.
 
     Raises:
         CheckpointError: A file cannot be opened, or a unit of a matrix is larger than a piece.
 
     Attributes:
         hits: Experts that passes found in slots.
+        misses: Experts that passes wanted and did not find.
+        is_on_card: Whether passes go on without experts that they miss.
         reads: Experts that were read.
         read_bytes: Their bytes.
         busy_s: Seconds during which experts were read.
@@ -153,11 +156,15 @@ class ExpertSlots:
         *,
         workers: int = WORKERS,
         timeout_s: float = TIMEOUT_S,
+        is_fixed: bool = False,
     ) -> None:
+        self.is_fixed, self.is_on_card = is_fixed, False
+        self.misses = 0
         self.hits = self.reads = self.read_bytes = 0
         self.busy_s = self._busy_since_s = 0.0
         self._reading = 0  # experts
-        self._fill, self.timeout_s = fill, timeout_s
+        self._fill: Fill | None = fill
+        self.timeout_s = timeout_s
         places = [place for layer in experts for expert in layer for place in expert]
         self._files = {path: _OpenFile(path) for path in {place.file for place in places}}
         if (largest := max(places, key=lambda place: place.unit)).unit > PIECE_BYTES:
@@ -187,17 +194,14 @@ class ExpertSlots:
         so far; 0 if nothing was read."""
         if not self.read_bytes:
             return 0.0
-        missed_bytes = 0.0
-        for layer in self.layers:
-            # The share of experts that no position chooses, if each chooses as many as the passes so far did
-            chosen = layer.experts * (1 - (1 - layer.active / layer.experts) ** positions)
-            missed_bytes += chosen * (1 - expected_hits(layer.slots, layer.experts)) * layer.expert_bytes
+        missed_bytes = sum(layer.expected_misses(positions) * layer.expert_bytes for layer in self.layers)
         return missed_bytes * self.busy_s / self.read_bytes
 
     def close(self) -> None:
-        """End the workers, and close the files unless the disk keeps a worker waiting."""
+        """End the workers, give up the memory of the slots, and close the files unless the disk keeps a worker waiting."""
         with self._lock:
             self._closed = True
+            self._fill = None  # layers and their pool refer to one another, and would keep the slots until a collection
             self._queue.clear()
             self._more.notify_all()
             self._done.notify_all()
@@ -214,13 +218,16 @@ class ExpertSlots:
             self._busy_since_s = time.monotonic()
         self._reading += 1
         while len(self._threads) < self._workers:
-            self._threads.append(threading.Thread(target=self._work, name="read experts", daemon=True))
+            assert self._fill is not None
+            self._threads.append(
+                threading.Thread(target=self._work, args=(self._fill,), name="read experts", daemon=True)
+            )
             self._threads[-1].start()
         for number, place in enumerate(places):
             self._queue.append(_MatrixRead(read, number, self._files[place.file], place))
         self._more.notify(len(places))
 
-    def _work(self) -> None:
+    def _work(self, fill: Fill) -> None:
         """Read pieces, and put them into their slots, until `close`."""
         buffer = memoryview(mmap.mmap(-1, PIECE_BYTES + 2 * PAGE))
         while True:
@@ -239,7 +246,7 @@ class ExpertSlots:
                 first = begin // PAGE * PAGE  # reads past the page cache take whole pages
                 one.file.read(buffer[: -(-(end - first) // PAGE) * PAGE], first, end - first)
                 piece = buffer[begin - first : end - first]
-                self._fill(one.read.layer.number, one.read.slot, one.number, begin - one.place.begin, piece)
+                fill(one.read.layer.number, one.read.slot, one.number, begin - one.place.begin, piece)
             except WeightsLost as error:
                 failure = error
             except Exception as error:
@@ -294,7 +301,7 @@ class LayerSlots:
         self.number, self.experts = number, len(places)
         self.ready: dict[int, int] = {}
         self.reading: dict[int, int] = {}
-        self._pool, self._places = pool, places
+        self.pool, self._places = pool, places
         self.slots = min(slots, len(places))
         self.active = 1
         self.expert_bytes = max(sum(place.end - place.begin for place in expert) for expert in places)
@@ -310,16 +317,12 @@ class LayerSlots:
 
         Raises WeightsLost if the experts cannot be read, LocalError if the disk takes too long.
         """
-        pool = self._pool
+        pool = self.pool
         if pool._process != os.getpid():
             pool._begin()
         with pool._lock:
-            self._pass += 1
-            self.active = active
+            self._use(rows, active)
             self._wanted = dict(rows)
-            for expert, count in rows.items():
-                self._last_use[expert], self._uses[expert] = self._pass, self._uses[expert] + count
-            pool.hits += sum(expert in self.ready for expert in rows)
             self._read_wanted()
         try:
             while self._wanted:
@@ -335,6 +338,48 @@ class LayerSlots:
         finally:
             self._wanted = {}
 
+    def expected_misses(self, positions: int) -> float:
+        """Return the number of experts in no slot that a pass of `positions` new positions is expected to choose."""
+        # The share of experts that no position chooses, if each chooses as many as the passes so far did
+        chosen = self.experts * (1 - (1 - self.active / self.experts) ** positions)
+        share = self.slots / self.experts if self.pool.is_fixed else expected_hits(self.slots, self.experts)
+        return chosen * (1 - share)
+
+    def found(self, rows: Mapping[int, int], active: int = 1) -> dict[int, int]:
+        """Return the slots of the experts in memory that `rows` of a pass choose, each `active` of them, without waiting. They
+        stay there until the next call.
+
+        Unless the pool is fixed, the most used one of the others is read meanwhile, if no read of this layer is on its way.
+        Raises WeightsLost if the experts cannot be read.
+        """
+        pool = self.pool
+        with pool._lock:
+            if pool._failure is not None:
+                raise pool._failure
+            self._use(rows, active)
+            here = {expert: self.ready[expert] for expert in rows if expert in self.ready}
+            missing = rows.keys() - here.keys()
+            if missing and not pool.is_fixed and not self.reading:
+                self._wanted = dict.fromkeys((*here, max(missing, key=lambda expert: (self._uses[expert], -expert))), 1)
+                self._read_wanted()
+                self._wanted = {}
+            return here
+
+    def fill(self) -> None:
+        """Read experts into all slots, the first ones by their numbers, before any pass. Raises as `visit` does."""
+        for _ in self.visit(dict.fromkeys(range(self.slots), 0)):
+            pass
+        self.pool.hits = self.pool.misses = 0
+
+    def _use(self, rows: Mapping[int, int], active: int) -> None:
+        """Note the use of experts by a pass. The pool's lock is held."""
+        self._pass += 1
+        self.active = active
+        for expert, count in rows.items():
+            self._last_use[expert], self._uses[expert] = self._pass, self._uses[expert] + count
+        found = sum(expert in self.ready for expert in rows)
+        self.pool.hits, self.pool.misses = self.pool.hits + found, self.pool.misses + len(rows) - found
+
     def slot_of(self, expert: int) -> int:
         """Return the slot of one expert, after reading it if it is in none. Raises as `visit` does."""
         return next(slot for _, slot in self.visit({expert: 1}))
@@ -342,7 +387,7 @@ class LayerSlots:
     def _read_wanted(self) -> None:
         """Begin to read wanted experts that are in no slot, as long as slots are free for them. The pool's lock is held."""
         missing = [expert for expert in self._wanted if expert not in self.ready and expert not in self.reading]
-        for expert in missing if self._pool.is_usable else ():
+        for expert in missing if self.pool.is_usable else ():
             if not self._free:
                 unneeded = [other for other in self.ready if other not in self._wanted]
                 if not unneeded:
@@ -351,4 +396,4 @@ class LayerSlots:
                 self._free.append(self.ready.pop(victim))
             self.reading[expert] = slot = self._free.pop()
             read = _Read(self, expert, slot, len(self._places[expert]))
-            self._pool._put(read, self._places[expert])
+            self.pool._put(read, self._places[expert])

@@ -24,8 +24,9 @@ from swarmnode.compute.capacity.capacity import (
     training_sizes,
     unit_sizes,
     units_that_fit,
+    usable_bytes,
 )
-from swarmnode.compute.capacity.expert_tiers import ExpertTier, disk_advice, expert_tier
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, HostMemory, disk_advice, expert_tier
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
+SPLIT = "split"  # in a number format after "+": the CPU computes some experts beside a card
 FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/evidence.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
@@ -150,7 +152,8 @@ class Hardware:
         else:
             packs = products != PLAIN
             sizes = unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=packs, kv=config.kv)
-        lent = _lend(devices, config, host or MemoryLedger(), clock)
+        host = host or MemoryLedger()
+        lent = _lend(devices, config, host, clock)
         head = _head_part(checkpoint, draft, config, sizes, dtype)
         if head is not None:  # the last layer may come to lie on any device
             lent = tuple(_set_aside(one, head.need_bytes) for one in lent)
@@ -160,11 +163,9 @@ class Hardware:
         narrow = not isinstance(checkpoint, GraphCheckpoint) and checkpoint.family.bottleneck is not None
         tier: ExpertTier | None = None
         if isinstance(checkpoint, Checkpoint) and not trains and config.expert_disk == AUTO:
-            tier, sizes, told = _experts_on_disk(
-                checkpoint, sizes, lent, config, needed_units, are_packed=products != PLAIN
-            )
+            tier, sizes, told = _expert_tier(checkpoint, sizes, lent, config, host, needed_units, products)
             advice = advice or told
-        if tier is not None:
+        if tier is not None and not tier.host_slots:
             lent = (replace(lent[0], memory_bytes=max(0, lent[0].memory_bytes - tier.buffer_bytes)),)
         hardware = cls(
             lent,
@@ -205,6 +206,8 @@ class Hardware:
         if self.products == FAST and all(lent.device.kind == "cpu" for lent in self.lent):
             return PACKED + kept  # on cards the products are those of dequantised weights
         name = str(self.dtype).removeprefix("torch.") + kept
+        if self.products == FAST and self.tier is not None:  # the CPU's share of the experts has noise of its own
+            name += f"+{SPLIT}"
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
     @property
@@ -398,24 +401,35 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
-def _experts_on_disk(
+def _expert_tier(
     checkpoint: Checkpoint,
     sizes: UnitSizes,
     lent: Sequence[LentDevice],
     config: StageConfig,
+    host: MemoryLedger,
     needed_units: int | None,
-    *,
-    are_packed: bool,
+    products: str,
 ) -> tuple[ExpertTier | None, UnitSizes, str]:
-    """Return how many experts lie in memory (None: all), the sizes of the units with them, and an advice for weights that cannot
-    lie on the disk. Cards, and several devices, keep all in memory."""
-    if len(lent) != 1 or lent[0].device.kind != "cpu":
+    """Return how many experts lie in the device's memory (None: all), the sizes of the units with them, and an advice for weights
+    that cannot lie elsewhere. Beside a card the others lie in the host's memory. Several devices keep all in memory."""
+    kind = lent[0].device.kind
+    if len(lent) != 1 or kind not in ("cpu", "cuda") or (kind == "cuda" and ggml.library() is None):
         return None, sizes, ""
     needed = len(sizes.weight_bytes) if needed_units is None else needed_units
     room = lent[0].memory_bytes, config.cache_tokens, needed
-    found = expert_tier(checkpoint, sizes, *room) if are_packed else None
+    host_bytes = usable_bytes(host.limit_bytes or 0) if kind == "cuda" else None
+    found = (
+        expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=kind == "cuda" and products == EXACT)
+        if products != PLAIN
+        else None
+    )
     tier, left = found or (None, sizes)
-    return tier, left, disk_advice(checkpoint, sizes, *room)
+    return tier, left, disk_advice(checkpoint, sizes, *room) if kind == "cpu" else ""
+
+
+def host_memory(bytes_per_s: float = math.inf) -> HostMemory:
+    """Return the host's memory that a node with a card uses for experts, and the speed of reading it."""
+    return HostMemory(usable_bytes(int(probe_device("cpu").free_bytes * MEMORY_SHARE)), bytes_per_s)
 
 
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:

@@ -95,7 +95,10 @@ EXPERTS = _counter(
     "by",
 )
 EXPERT_READS = _counter(
-    "expert_reads", "Experts that passes found in memory (hit), and those that were read from the disk.", "span", "by"
+    "expert_reads",
+    "Experts that passes found on a card or in memory (hit), that they read from the disk, and that moved to the card.",
+    "span",
+    "by",
 )
 EXPERT_READ_BYTES = _counter("expert_read_bytes", "Bytes of experts that were read from the disk.", "span")
 # Tuning: of a stage that lends itself to adapters of others

@@ -421,7 +421,7 @@ class Node:
         self._tell("machine", found, **machine)
         if hardware.tier is not None:
             self._tell(
-                "experts", f"Experts: {hardware.tier}. The others are read from the disk", **hardware.tier.facts()
+                "experts", f"Experts: {hardware.tier}. {hardware.tier.others}".rstrip(". "), **hardware.tier.facts()
             )
         if hardware.advice:
             self._tell("advice", hardware.advice, advice=hardware.advice)

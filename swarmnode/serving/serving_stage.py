@@ -174,7 +174,10 @@ class ServingStage(Stage):
         hardware = place.hardware
         layout = hardware.lay_out(units, place.speed_cache, place.host.swarm.id)
         async with contextlib.AsyncExitStack() as undo:
-            loaded = [[await _load_part(checkpoint, hardware, part, undo) for part in replica] for replica in layout]
+            host = place.host.link_config.ledger
+            loaded = [
+                [await _load_part(checkpoint, hardware, host, part, undo) for part in replica] for replica in layout
+            ]
             stage = await cls.serve(place, loaded)
             undo.pop_all()
         return stage
@@ -273,10 +276,14 @@ class ServingStage(Stage):
             yield Reading(table.SPEED, part.speeds.decode_units_per_s, (label,))
             yield Reading(table.EXPERTS, experts.text, (label, "text"))
             yield Reading(table.EXPERTS, experts.guesses, (label, "guesses"))
-            if (slots := part.span.experts_on_disk) is not None:
-                yield Reading(table.EXPERT_READS, slots.hits, (label, "hit"))
-                yield Reading(table.EXPERT_READS, slots.reads, (label, "read"))
-                yield Reading(table.EXPERT_READ_BYTES, slots.read_bytes, (label,))
+            pools = part.span.expert_pools
+            for pool in pools:
+                yield Reading(table.EXPERT_READS, pool.hits, (label, "card" if pool.is_on_card else "hit"))
+                yield Reading(table.EXPERT_READS, pool.reads, (label, "moved" if pool.is_on_card else "read"))
+            if len(pools) == 1 and pools[0].is_on_card:  # all are in the host's memory
+                yield Reading(table.EXPERT_READS, pools[0].misses, (label, "hit"))
+            if pools:
+                yield Reading(table.EXPERT_READ_BYTES, sum(pool.read_bytes for pool in pools), (label,))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
@@ -320,12 +327,20 @@ async def _load_draft(place: StageResources, first: ModelSpan) -> DraftModel | N
 
 
 async def _load_part(
-    checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
+    checkpoint: Checkpoint, hardware: Hardware, host: MemoryLedger, part: DevicePart, undo: contextlib.AsyncExitStack
 ) -> LoadedSpan:
-    """Load the layers of `part` onto their device, and count their memory until `undo` closes. Raises CheckpointError."""
+    """Load the layers of `part` onto their device, and count their memory there and in the `host` until `undo` closes. Raises
+    CheckpointError."""
     lent, (start, end) = hardware.lent[part.device], part.span
     weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
     undo.callback(weights.release)
+    tier = hardware.tier
+    in_memory, on_card = (0, 0) if tier is None else (tier.slots, 0)
+    beside = host.count(Account.WEIGHTS)
+    undo.callback(beside.release)
+    if tier is not None and tier.host_slots:
+        in_memory, on_card = tier.host_slots % tier.experts, tier.slots
+        beside.count(tier.host_bytes(end - start))
     span = await asyncio.to_thread(
         load_span,
         checkpoint,
@@ -335,14 +350,16 @@ async def _load_part(
         dtype=hardware.dtype,
         quantize=hardware.quantize,
         products=hardware.products,
-        expert_slots=0 if hardware.tier is None else hardware.tier.slots,
+        expert_slots=in_memory,
+        card_experts=on_card,
         equal_bits=hardware.config.equal_bits,
     )
     undo.callback(span.close)
     if hardware.head is not None and span.has_head:
         span.reader = await asyncio.to_thread(hardware.head.load, checkpoint, span)
     weights.count(span.weight_bytes)  # tied weights count once
-    return LoadedSpan(part.device, span, weights)
+    beside.count(span.host_bytes)
+    return LoadedSpan(part.device, span, (weights, beside))
 
 
 async def _move_back(retained: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
@@ -351,7 +368,7 @@ async def _move_back(retained: LoadedSpan, hardware: Hardware, undo: contextlib.
     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
     undo.callback(weights.release)
     await asyncio.to_thread(span.move_to, lent.device.torch_device)
-    return replace(retained, weights=weights)
+    return replace(retained, weights=(weights,))
 
 
 def _pipeline(replica: Replica, journals: MemoryLedger) -> Pipeline:

@@ -195,11 +195,11 @@ def _inputs(span: ModelSpan, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """Layers on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
+    """Layers on one device, given by its number. `weights` are their reservations in ledgers, if the stage has its own."""
 
     device: int
     span: ModelSpan
-    weights: Reservation | None = None
+    weights: tuple[Reservation, ...] = ()
 
 
 @dataclass(eq=False)
@@ -218,7 +218,7 @@ class SpanPart:
         self.device = self.loaded.device
         self.span = self.loaded.span
         self.units = self.span.end - self.span.start  # number of units
-        self._memory = [self.passes] if self.loaded.weights is None else [self.passes, self.loaded.weights]
+        self._memory = [self.passes, *self.loaded.weights]
         self._closed = False
         self._loop, self._company = asyncio.get_running_loop(), asyncio.Event()
         self._shared_passes = 0
@@ -340,10 +340,10 @@ class RetainedSpan:
     def of(
         cls, hardware: Hardware, replicas: Sequence[Sequence[LoadedSpan]], host: MemoryLedger
     ) -> RetainedSpan | None:
-        """Move an unused span into host memory; None if its weights are quantised, which cannot move back, and then
-        they are freed."""
+        """Move an unused span into host memory; None if its weights cannot move back, and then they are freed: quantised ones, and
+        experts of which some are in the host's memory anyway."""
         spans = [part.span for replica in replicas for part in replica]
-        if any(span.quantization is not None for span in spans):
+        if any(span.quantization is not None or span.split_experts for span in spans):
             for span in spans:
                 span.close()
             return None

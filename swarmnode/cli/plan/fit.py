@@ -319,10 +319,11 @@ def _rows(
     from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.capacity import most_anywhere
     from swarmnode.compute.capacity.expert_tiers import disk_advice, on_one_machine
+    from swarmnode.compute.device import probe_device
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
-    from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
+    from swarmnode.measuring.hardware import MEMORY_SHARE, host_memory, packed_advice
     from swarmnode.plan import cost as plan
     from swarmnode.plan.audits import PACKED
 
@@ -330,6 +331,7 @@ def _rows(
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
     trains = kv is None
+    host = host_memory(measure_read_rate(probe_device("cpu"))) if device.kind == "cuda" and not trains else None
     advice = ""
     if isinstance(source, Checkpoint) and not trains:
         dtype = torch.float32 if device.kind == "cpu" else device.dtype_for(source.dtype)
@@ -352,8 +354,15 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
-            "experts": on_one_machine(source, sizes, room_bytes, CACHE_TOKENS, rate)
-            if precision == PACKED and device.kind == "cpu" and isinstance(source, Checkpoint)
+            "experts": on_one_machine(
+                source,
+                sizes,
+                room_bytes,
+                CACHE_TOKENS,
+                rate,
+                host,
+            )
+            if precision == PACKED and isinstance(source, Checkpoint)
             else None,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
             "between_stages": _between_stages(source)

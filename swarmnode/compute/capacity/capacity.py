@@ -212,9 +212,8 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
     finally:
         runner.close(PROBE_SESSION)
     # The same positions again and again find their experts in memory: a text would not.
-    slots = runner.span.experts_on_disk
     step_s, pair_s, chunk_s = (
-        taken_s + (0.0 if slots is None else slots.expected_wait_s(count) * units / runner_units)
+        taken_s + runner.span.expected_wait_s(count, clock) * units / runner_units
         for taken_s, count in ((step_s, 1), (pair_s, 2), (chunk_s, positions))
     )
     pair_units_per_s = 2 * units / pair_s if positions > 1 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +23,20 @@ def active_experts(config: Any) -> int:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Memory of the host beside a card: bytes for experts, and the speed of reading them."""
+
+    size_bytes: int
+    bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
 class ExpertTier:
     """Memory for `slots` experts in each of a model's `layers` with experts, whose others stay on the disk.
 
-    `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers. `buffer_bytes` are of the readers.
+    `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers. `buffer_bytes` are of the readers. Beside a
+    card `host_slots` experts of each layer are in the host's memory, and the CPU computes those that are not on it; 0: no card.
+    If the tier `is_fixed`, the experts in its slots stay the same.
     """
 
     layers: int
@@ -35,16 +46,33 @@ class ExpertTier:
     active: int
     slots: int
     buffer_bytes: int = 0
+    host_slots: int = 0
+    is_fixed: bool = False
+
+    @property
+    def hits(self) -> float:
+        """Share of a token's experts that are expected to be in the slots."""
+        return self.slots / self.experts if self.is_fixed else expected_hits(self.slots, self.experts)
+
+    def host_bytes(self, layers: int) -> int:
+        """Return the memory of the host that the experts of so many layers take beside a card, with the readers."""
+        return int(min(layers, self.layers) * self.host_slots * self.expert_bytes) + 2 * self.buffer_bytes
 
     @property
     def missed_bytes(self) -> float:
         """Bytes that one token is expected to read from the disk."""
-        return self.layers * self.active * (1 - expected_hits(self.slots, self.experts)) * self.expert_bytes
+        held = min(self.experts, self.slots + self.host_slots)  # the host keeps what the card lacks
+        return self.layers * self.active * (1 - expected_hits(held, self.experts)) * self.expert_bytes
 
-    def token_s(self, memory_bytes_per_s: float, disk_bytes_per_s: float = DISK_BYTES_PER_S) -> float:
-        """Return the seconds that one token is expected to take in all these layers, at the speeds of memory and disk."""
-        used_bytes = self.layers * (self.layer_bytes - (self.experts - self.active) * self.expert_bytes)
-        return used_bytes / memory_bytes_per_s + self.missed_bytes / disk_bytes_per_s
+    def token_s(
+        self, memory_bytes_per_s: float, disk_bytes_per_s: float = DISK_BYTES_PER_S, host_bytes_per_s: float = math.inf
+    ) -> float:
+        """Return the seconds that one token is expected to take in all these layers, at the speeds of memory, disk, and the host's
+        memory beside a card, which computes at the same time."""
+        used = self.active * (self.hits if self.host_slots else 1.0)  # experts, that the device multiplies
+        here_s = self.layers * (self.layer_bytes - (self.experts - used) * self.expert_bytes) / memory_bytes_per_s
+        host_s = self.layers * (self.active - used) * self.expert_bytes / host_bytes_per_s
+        return max(here_s, host_s) + self.missed_bytes / disk_bytes_per_s
 
     def facts(self) -> dict[str, int | float]:
         """Return the figures of the tier, for scripts."""
@@ -54,25 +82,47 @@ class ExpertTier:
             "expert_bytes": round(self.expert_bytes),
             "experts": self.experts,
             "slots": self.slots,
-            "hits": round(expected_hits(self.slots, self.experts), 3),
+            "hits": round(self.hits, 3),
+            **({"host_slots": self.host_slots} if self.host_slots else {}),
         }
 
     def __str__(self) -> str:
-        found = round(10 * expected_hits(self.slots, self.experts))
+        place = "room on the card" if self.host_slots else "memory"
+        text = (
+            f"{self.layers} layers of {format_bytes(self.layer_bytes)}: {place} for {self.slots} of {self.experts} experts "
+            f"a layer, about {round(10 * self.hits)} of 10 found there"
+        )
+        if not self.host_slots:
+            return text
+        held = "all" if self.host_slots == self.experts else f"{self.host_slots} of {self.experts}"
+        return f"{text}, and the CPU computes the others, with {held} in the host's memory"
+
+    @property
+    def others(self) -> str:
+        """Sentence on the experts that are not in memory; empty if there are none."""
+        if self.host_slots == self.experts:
+            return ""
         return (
-            f"{self.layers} layers of {format_bytes(self.layer_bytes)}: memory for {self.slots} of {self.experts} experts a layer, "
-            f"about {found} of 10 found there"
+            "Those in neither memory are read from the disk" if self.host_slots else "The others are read from the disk"
         )
 
 
 def expert_tier(
-    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, needed_units: int
+    checkpoint: Checkpoint,
+    sizes: UnitSizes,
+    limit_bytes: int,
+    cache_tokens: int,
+    needed_units: int,
+    *,
+    host_bytes: int | None = None,
+    is_fixed: bool = False,
 ) -> tuple[ExpertTier, UnitSizes] | None:
     """Return the tier with the most experts in memory that lets `needed_units` layers fit into `limit_bytes`, wherever they lie,
     and the sizes of the units with it; the smallest tier if not even that one does.
 
-    The smallest tier has room for the experts of one token. Returns None if the layers fit whole, or the model has no experts that
-    are stacked in a GGUF file.
+    The smallest tier has room for the experts of one token. On a card, `host_bytes` of the host's memory are for its experts, and
+    for readers. Returns None if the layers fit whole, if the host lacks room for the experts of one token, or if the model has no
+    experts that are stacked in a GGUF file.
     """
     stacks: dict[int, list[TensorEntry]] = {}
     for name, entry in checkpoint.entries.items():
@@ -84,8 +134,15 @@ def expert_tier(
         return None
     matrices = [part.nbytes // part.shape[0] for parts in stacks.values() for part in parts]
     readers_bytes = buffer_bytes()
-    room_bytes = limit_bytes - readers_bytes
+    room_bytes = limit_bytes - (readers_bytes if host_bytes is None else 0)
     most = max(parts[0].shape[0] for parts in stacks.values())
+    host_slots = 0
+    if host_bytes is not None:
+        layers = sorted(stacks, key=lambda unit: -sum(part.nbytes for part in stacks[unit]))[:needed_units]
+        each_bytes = sum(part.nbytes // part.shape[0] for unit in layers for part in stacks[unit])
+        host_slots = min(most, max(0, host_bytes - 2 * readers_bytes) // max(1, each_bytes))
+        if host_slots < active:
+            return None
 
     def with_slots(slots: int) -> UnitSizes:
         left = list(sizes.weight_bytes)
@@ -100,7 +157,9 @@ def expert_tier(
     )
     slots = next(fitting, min(active, most))
     layer_bytes = sum(sizes.weight_bytes[unit] for unit in stacks) / len(stacks)
-    tier = ExpertTier(len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes)
+    tier = ExpertTier(
+        len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes, host_slots, is_fixed
+    )
     return tier, with_slots(slots)
 
 
@@ -122,28 +181,35 @@ def disk_advice(
 
 
 def on_one_machine(
-    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, read_bytes_per_s: float
+    checkpoint: Checkpoint,
+    sizes: UnitSizes,
+    limit_bytes: int,
+    cache_tokens: int,
+    read_bytes_per_s: float,
+    host: HostMemory | None = None,
 ) -> dict[str, object] | None:
-    """Return the figures and the sentence on one machine that holds all layers with experts on its disk, and reads its memory at
-    `read_bytes_per_s`; None if there is no such tier, see `whole_model_tier`."""
-    tier = whole_model_tier(checkpoint, sizes, limit_bytes, cache_tokens)
+    """Return the figures and the sentence on one machine that holds all layers with experts on its disk, or beside its card in the
+    memory of the `host`, and reads its memory at `read_bytes_per_s`; None if there is no such tier, see `whole_model_tier`."""
+    tier = whole_model_tier(checkpoint, sizes, limit_bytes, cache_tokens, host)
     if tier is None:
         return None
-    speed = 1 / tier.token_s(read_bytes_per_s)
-    says = f"{tier}, about {speed:.2g} tokens/s with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
-    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": says}
+    speed = 1 / tier.token_s(read_bytes_per_s, host_bytes_per_s=math.inf if host is None else host.bytes_per_s)
+    disk = f" with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s" if tier.missed_bytes else ""
+    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, about {speed:.2g} tokens/s{disk}"}
 
 
 def whole_model_tier(
-    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int
+    checkpoint: Checkpoint, sizes: UnitSizes, limit_bytes: int, cache_tokens: int, host: HostMemory | None = None
 ) -> ExpertTier | None:
-    """Return the tier with which `limit_bytes` hold all layers of a mixture whose experts do not all fit.
+    """Return the tier with which `limit_bytes`, of a card if there is a `host`, hold all layers of a mixture whose experts do not
+    all fit.
 
     Returns None if the model fits whole, is no mixture in a GGUF file, or is too large with the smallest tier, too.
     """
-    found = expert_tier(checkpoint, sizes, limit_bytes, cache_tokens, len(sizes.weight_bytes))
-    if found is None or most_anywhere(found[1], limit_bytes - found[0].buffer_bytes, cache_tokens) < len(
-        sizes.weight_bytes
-    ):
+    units, host_bytes = len(sizes.weight_bytes), None if host is None else host.size_bytes
+    found = expert_tier(checkpoint, sizes, limit_bytes, cache_tokens, units, host_bytes=host_bytes)
+    if found is None:
         return None
-    return found[0]
+    tier, left = found
+    readers_bytes = tier.buffer_bytes if host is None else 0
+    return tier if most_anywhere(left, limit_bytes - readers_bytes, cache_tokens) >= units else None

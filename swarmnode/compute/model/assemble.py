@@ -54,7 +54,9 @@ def assemble(
     """
     tied = {} if family.calls is None else family.calls.tied
     copies = {target: tensors[source] for target, source in tied.items() if source in tensors}
-    model, info = _filled(_cut_class(family, start, end, packed), family, {**tensors, **copies}, dtype)
+    held = dict(packed)
+    model, info = _filled(_cut_class(family, start, end, held), family, {**tensors, **copies}, dtype)
+    held.clear()  # the class is in a reference cycle, and would keep the weights of a closed span until a collection
     wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
     if wrong:
         raise CheckpointError(

@@ -36,6 +36,8 @@ from swarmnode.compute.packing.packed_weight import (
     read_weights,
 )
 from swarmnode.compute.packing.quantize import Quantization
+from swarmnode.compute.packing.split_experts import SplitStack, expected_wait_s, read_split
+from swarmnode.compute.stopwatch import Clock
 from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError, ProtocolError
 
@@ -136,9 +138,35 @@ class ModelSpan:
         return is_float and any(isinstance(each, PackedWeight) and each.is_exact for each in held_by(self.model))
 
     @cached_property
+    def split_experts(self) -> list[SplitStack]:
+        """Stacks of experts of which some lie on the card, and others are computed by the CPU; empty if there are none."""
+        return [weight for weight in held_by(self.model) if isinstance(weight, SplitStack)]
+
+    @cached_property
     def experts_on_disk(self) -> ExpertSlots | None:
         """Slots of experts that are read from the disk when they are needed; None if all weights are in memory."""
-        return next((weight.pool for weight in held_by(self.model) if isinstance(weight, SlotStack)), None)
+        stacks = [stack.host for stack in self.split_experts] or held_by(self.model)
+        return next((stack.pool for stack in stacks if isinstance(stack, SlotStack)), None)
+
+    @property
+    def expert_pools(self) -> list[ExpertSlots]:
+        """Slots of experts on the card, and in memory for those that are read from the disk, if there are such."""
+        on_card = [stack.pool for stack in self.split_experts[:1]]
+        return on_card if self.experts_on_disk is None else [*on_card, self.experts_on_disk]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of weights in the host's memory, for a span on a card of which the CPU computes some experts; else 0."""
+        if not self.split_experts:
+            return 0
+        readers_bytes = sum(pool.buffer_bytes for pool in self.expert_pools)
+        return sum(stack.host.nbytes for stack in self.split_experts) + readers_bytes
+
+    def expected_wait_s(self, positions: int, clock: Clock) -> float:
+        """Return the seconds that a pass of `positions` new positions is expected to wait for experts that are elsewhere: repeated
+        passes find them where they are wanted, but texts do not."""
+        from_disk_s = 0.0 if self.experts_on_disk is None else self.experts_on_disk.expected_wait_s(positions)
+        return from_disk_s + (expected_wait_s(self.split_experts, positions, clock) if self.split_experts else 0.0)
 
     def move_to(self, device: torch.device) -> None:
         """Move the weights to another device. Quantised weights cannot be moved."""
@@ -157,7 +185,8 @@ class ModelSpan:
         if self.quantization is not None:
             return size + self.quantization.bytes_after + sum(int(t.nbytes) for t in tensors if t.is_floating_point())
         held_bytes = sum(weight.nbytes for weight in held_by(self.model))
-        held_bytes += 0 if self.experts_on_disk is None else self.experts_on_disk.buffer_bytes
+        if self.experts_on_disk is not None and not self.split_experts:
+            held_bytes += self.experts_on_disk.buffer_bytes
         return size + held_bytes + packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors)
 
     @property
@@ -195,8 +224,9 @@ class ModelSpan:
     def close(self) -> None:
         """Free the memory of the weights at once. The span cannot run afterwards."""
         self.adapters.clear()
-        if self.experts_on_disk is not None:
-            self.experts_on_disk.close()
+        for pool in self.expert_pools:
+            pool.close()
+        self.split_experts.clear()
         if self.reader is not None:
             self.reader.close()
         for module in list(self.model.modules()):
@@ -385,11 +415,13 @@ def load_model(
     products: str = PLAIN,
     packed_on: torch.device | str = "cpu",
     expert_slots: int = 0,
+    card_experts: int = 0,
 ) -> Any:
     """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
 
     Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, on device `packed_on`, and multiply
     exactly or fast. Of a layer's packed experts `expert_slots` lie in memory, and others are read when they are needed; 0: all do.
+    If `card_experts` are given, so many lie on `packed_on`, and the host computes with the others.
 
     Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
     """
@@ -403,14 +435,17 @@ def load_model(
     slices = checkpoint.read_slices(entries.keys() - packed.keys())
     device = torch.device(packed_on)
     embedding = f"{family.input_embedding}.weight"
-    on_disk = {name: entry for name, entry in packed.items() if expert_slots and entry.is_stack}
-    in_memory = {name: entry for name, entry in packed.items() if name not in on_disk}
-    held: Packed = read_weights(in_memory, wanted, exact=products == EXACT, looked_up=embedding, device=device)
-    if on_disk:
-        held = {**held, **read_slots(on_disk, expert_slots, wanted, exact=products == EXACT)}
+    in_tiers = {name: entry for name, entry in packed.items() if (expert_slots or card_experts) and entry.is_stack}
+    whole = {name: entry for name, entry in packed.items() if name not in in_tiers}
+    exact = products == EXACT
+    held: Packed = read_weights(whole, wanted, exact=exact, looked_up=embedding, device=device)
+    if in_tiers and card_experts:
+        held = {**held, **read_split(in_tiers, card_experts, expert_slots, wanted, exact=exact, device=device)}
+    elif in_tiers:
+        held = {**held, **read_slots(in_tiers, expert_slots, wanted, exact=exact)}
     quantised = checkpoint.quantised
     if quantised is not None and products != PLAIN:
-        slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
+        slices, held = read_quantised(quantised, slices, family, wanted, exact=exact)
     elif quantised is not None:
         slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
     model = assemble(family, slices, start, end, dtype=wanted, packed=held)

@@ -110,6 +110,17 @@ class CardMatrix:
         """Triton kernels for this matrix on its device; None if there are none."""
         return None if self._stored is not None else kernels(self.device)
 
+    def refill(self, packed_B: Tensor, place: int = 0) -> None:
+        """Take the packed bytes of other rows, in the host's memory, from byte `place` of the packed matrix on. Passes that were
+        submitted before still have the bytes that were there: the card does one after the other."""
+        own = DTYPES.get(self.form.name)
+        if own is not None and self._stored is self.dtype:  # values are kept in the model's dtype
+            packed_B, place = (
+                packed_B.view(own).to(self.dtype).view(torch.uint8),
+                place // own.itemsize * self.dtype.itemsize,
+            )
+        self._memory[place : place + packed_B.nbytes].copy_(packed_B)
+
     def move_to(self, device: torch.device) -> None:
         """Move the bytes to another device."""
         self._memory = self._memory.to(device)

@@ -120,6 +120,9 @@ class MatrixProducts(Protocol):
         ...
 
 
+SlotMatrix = GgmlMatrix | CardMatrix
+
+
 class PackedWeight(_StandIn):
     """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
 
@@ -148,7 +151,7 @@ class PackedWeight(_StandIn):
     ) -> Any:
         given = kwargs or {}
         if function is functional.linear:
-            return _linear(*args, **given)
+            return linear(*args, **given)
         if function is functional.embedding:
             ids, weight = args[:2]  # settings of a training have no effect here
             return weight.rows(ids.reshape(-1)).view(*ids.shape, weight.shape[1])
@@ -227,7 +230,7 @@ class TransposedWeight(PackedWeight):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function in (Tensor.matmul, Tensor.__matmul__, torch.matmul) and isinstance(args[1], cls):
-            return _linear(args[0], args[1])
+            return linear(args[0], args[1])
         return super().__torch_function__(function, types, args, kwargs)
 
 
@@ -271,7 +274,20 @@ class PackedStack(_StandIn):
         return self._matrices[int(number)]
 
     def __len__(self) -> int:
-        return len(self._matrices)
+        return int(self.shape[0])
+
+    @property
+    def implementation(self) -> tuple[str, Callable[..., Tensor]]:
+        """Name and function of the implementation of transformers' experts interface that multiplies with these matrices."""
+        return ONE_BY_ONE, experts_one_by_one
+
+    def visits(self, rows: Mapping[int, int], _active: int) -> Iterator[tuple[int, int]]:
+        """Yield the number of each expert that `rows` of a pass choose, and its place for `times`."""
+        return ((number, number) for number in rows)
+
+    def times(self, x_RI: Tensor, _number: int, place: int) -> Tensor:
+        """Return y (R, O) for x (R, I) and one expert in its place, as `visits` gives them."""
+        return linear(x_RI, self._matrices[place])
 
 
 class SlotStack(PackedStack):
@@ -288,9 +304,14 @@ class SlotStack(PackedStack):
         """Return the matrix of one expert, after reading it if it is in no slot."""
         return self._matrices[self.layer.slot_of(int(number))]
 
-    def in_slot(self, slot: int) -> PackedWeight:
-        """Return the matrix in a slot."""
-        return self._matrices[slot]
+    def visits(self, rows: Mapping[int, int], active: int) -> Iterator[tuple[int, int]]:
+        """Yield as `LayerSlots.visit` does, and raise as it does."""
+        return self.layer.visit(rows, active)
+
+    def times(self, x_RI: Tensor, number: int, place: int) -> Tensor:
+        """Return y (R, O) for x (R, I) and one expert in a slot. On the way back of a gradient another one may be there, so that it
+        is read again."""
+        return linear(x_RI, self._matrices[place], blocks=lambda: self[number].blocks())
 
 
 def experts_one_by_one(
@@ -312,23 +333,43 @@ def results_of_choices(
 ) -> Tensor:
     """Return the results (N K, H) of the experts that each row of `top_k_index` (N, K) chooses; `activate` is what is between an
     expert's products. Experts in memory are computed while others are read. The order has no influence on a bit."""
-    first, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    stacks, biases = matrices_of(self)
     inputs, back_S = by_expert(hidden_states, top_k_index)
-    on_disk = next((stack for stack in (first, down) if isinstance(stack, SlotStack)), None)
-    visits: Iterator[tuple[int, int]] = ((number, -1) for number in inputs)
-    if on_disk is not None:
-        visits = on_disk.layer.visit({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
-    outputs: dict[int, Tensor] = {}
-    for number, slot in visits:
-        matrix, down_matrix = (
-            stack.in_slot(slot) if isinstance(stack, SlotStack) else stack[number] for stack in (first, down)
-        )
-        x = _times(inputs[number], matrix, is_transposed=self.is_transposed)
-        if self.has_bias:
-            x = x + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[number]
-        x = _times(activate(x), down_matrix, is_transposed=self.is_transposed)
-        outputs[number] = x + self.down_proj_bias[number] if self.has_bias else x
+    of_packed = next(stack for stack in stacks if isinstance(stack, PackedStack))
+    visits = of_packed.visits({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
+    outputs = {
+        number: result_of_expert(self, (stacks, biases), number, place, inputs[number], activate)
+        for number, place in visits
+    }
     return torch.cat([outputs[number] for number in inputs])[back_S]
+
+
+Matrices = tuple[Sequence[PackedStack | Tensor], Sequence[Tensor]]
+"""The first matrices (N, O, I) of a layer's experts and the last ones, and their biases (N, O), if they have any"""
+
+
+def matrices_of(experts: Any) -> Matrices:
+    """Return the matrices and biases of a family's module of all experts."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    biases = (getattr(experts, f"{first}_bias"), experts.down_proj_bias) if experts.has_bias else ()
+    return (getattr(experts, first), experts.down_proj), biases
+
+
+def result_of_expert(
+    experts: Any, matrices: Matrices, number: int, place: int, x_RH: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the results (R, H) of one expert, in its place of the stacks, for the rows that choose it."""
+    stacks, biases = matrices
+
+    def times(x: Tensor, which: int) -> Tensor:
+        stack = stacks[which]
+        if isinstance(stack, PackedStack):
+            y = stack.times(x, number, place)
+        else:
+            y = x @ stack[number] if experts.is_transposed else functional.linear(x, stack[number])
+        return y + biases[which][number] if biases else y
+
+    return times(activate(times(x_RH, 0)), 1)
 
 
 def sum_of_choices(experts: Any, results_SH: Tensor, weights_NK: Tensor) -> Tensor:
@@ -340,32 +381,37 @@ def sum_of_choices(experts: Any, results_SH: Tensor, weights_NK: Tensor) -> Tens
     return functools.reduce(torch.add, parts)
 
 
-def _times(x: Tensor, weight: PackedWeight | Tensor, *, is_transposed: bool) -> Tensor:
-    """Return (R, O) for x (R, I)."""
-    if isinstance(weight, PackedWeight) and not x.requires_grad:
-        return weight.multiply(x).to(x.dtype)
-    return x @ weight if is_transposed else functional.linear(x, weight)  # type: ignore[operator,arg-type]
-
-
 def read_slots(
-    entries: Mapping[str, TensorEntry], slots: int, dtype: torch.dtype, *, exact: bool
+    entries: Mapping[str, TensorEntry], slots: int, dtype: torch.dtype, *, exact: bool, device: torch.device = CPU
 ) -> dict[str, SlotStack]:
     """Return the stacks of these experts' packed tensors (N, O, I), by the names of their parameters, with memory for `slots`
-    experts of each layer; nothing is read yet.
+    experts of each layer on a device; nothing is read yet.
 
     Raises CheckpointError if a file cannot be opened, or a layer's tensors have unlike numbers of experts.
     """
     layers: dict[str, dict[str, list[TensorEntry]]] = {}
     for name, parts in parts_by_parameter(entries).items():
         layers.setdefault(name.rpartition(".")[0], {})[name] = parts
+
+    def matrices_in_slots(entry: TensorEntry) -> list[SlotMatrix]:
+        form, (experts, outputs, inputs) = FORMATS[entry.dtype], entry.shape
+        count, size = min(slots, experts), entry.nbytes // experts
+        if device.type != "cpu":
+            memory_SOB = torch.zeros(count, outputs, size // outputs, dtype=torch.uint8, device=device)
+            return [CardMatrix(packed_OB, form, inputs, dtype, device) for packed_OB in memory_SOB]
+        stride = size + -size % ALIGNMENT
+        memory_B = aligned(count * stride)
+        parts = (memory_B[slot * stride : slot * stride + size] for slot in range(count))
+        return [GgmlMatrix.slot(part_B, form, outputs, inputs, exact=exact) for part_B in parts]
+
     places: list[list[list[ByteRange]]] = []
-    matrices: list[list[list[GgmlMatrix]]] = []  # of each layer by number of the matrix in an expert, and by slot
+    matrices: list[list[list[SlotMatrix]]] = []  # of each layer by number of the matrix in an expert, and by slot
     for layer, parameters in layers.items():
         each = [part for parts in parameters.values() for part in parts]
         if len({part.shape[0] for part in each}) > 1:
             raise CheckpointError(f"{each[0].file}: the tensors of {layer} have unlike numbers of experts")
         places.append([[_expert_range(part, number) for part in each] for number in range(each[0].shape[0])])
-        matrices.append([_slot_matrices(part, min(slots, part.shape[0]), exact=exact) for part in each])
+        matrices.append([matrices_in_slots(part) for part in each])
 
     def fill(layer: int, slot: int, number: int, place: int, piece: memoryview) -> None:
         matrix = matrices[layer][number][slot]
@@ -379,7 +425,7 @@ def read_slots(
         of_parts = iter(by_part)
         for name, parts in parameters.items():
             per_slot = zip(*(next(of_parts) for _ in parts), strict=True)
-            stacks[name] = SlotStack([PackedWeight(some, dtype) for some in per_slot], pool, layer_slots)
+            stacks[name] = SlotStack([PackedWeight(some, dtype, device) for some in per_slot], pool, layer_slots)
     return stacks
 
 
@@ -390,18 +436,8 @@ def _expert_range(entry: TensorEntry, number: int) -> ByteRange:
     return ByteRange(entry.file, entry.begin + number * size, entry.begin + (number + 1) * size, rows_bytes)
 
 
-def _slot_matrices(entry: TensorEntry, slots: int, *, exact: bool) -> list[GgmlMatrix]:
-    """Return one matrix of a tensor's shape (N, O, I) for each slot, in one memory."""
-    form, (experts, outputs, inputs) = FORMATS[entry.dtype], entry.shape
-    size = entry.nbytes // experts
-    stride = size + -size % ALIGNMENT
-    memory_B = aligned(slots * stride)
-    parts = (memory_B[slot * stride : slot * stride + size] for slot in range(slots))
-    return [GgmlMatrix.slot(part_B, form, outputs, inputs, exact=exact) for part_B in parts]
-
-
-def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return (..., O) for x (..., I), in the dtype of x."""
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, blocks: Blocks | None = None) -> Tensor:
+    """Return (..., O) for x (..., I), in the dtype of x. `blocks` yields the matrix on the way back, else the weight does."""
 
     def multiply(x: Tensor) -> Tensor:
         y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
@@ -409,7 +445,7 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
             y_RO += bias
         return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
 
-    return frozen_product(x, multiply, weight.blocks)
+    return frozen_product(x, multiply, blocks or weight.blocks)
 
 
 def read_weights(
@@ -465,11 +501,12 @@ def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
 
     Raises CheckpointError if one has another shape than its parameter.
     """
-    if any(isinstance(weight, PackedStack) for weight in packed.values()):
+    if stacks := [weight for weight in packed.values() if isinstance(weight, PackedStack)]:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        ALL_EXPERTS_FUNCTIONS.register(ONE_BY_ONE, experts_one_by_one)
-        model.config._experts_implementation = ONE_BY_ONE
+        name, function = stacks[0].implementation
+        ALL_EXPERTS_FUNCTIONS.register(name, function)
+        model.config._experts_implementation = name
     tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
     for name, weight in {**packed, **tied}.items():
         module_name, _, parameter = name.rpartition(".")

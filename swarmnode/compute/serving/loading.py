@@ -49,6 +49,7 @@ def load_span(
     quantize: str = "none",
     products: str = PLAIN,
     expert_slots: int = 0,
+    card_experts: int = 0,
     equal_bits: bool = False,
     check: bool = True,
 ) -> ModelSpan:
@@ -65,6 +66,8 @@ def load_span(
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
         products: Kind of products of packed weights: "plain" dequantises them, "exact" and "fast" keep them packed.
         expert_slots: Number of each layer's packed experts that have room in memory; others are read when they are needed. 0: all.
+        card_experts: Number of each layer's packed experts that have room on the card; the host computes with the others, and
+            `expert_slots` are in its memory. 0: all are on the device.
         equal_bits: Give each position the same bits in any company, with plain products on a CPU.
         check: Try the family on a tiny model first (some 0.3 s, once per process).
 
@@ -82,7 +85,14 @@ def load_span(
         checkpoint.family = family = check_family(family)
     device = torch.device(device)
     model = load_model(
-        checkpoint, start, end, dtype=dtype, products=products, packed_on=device, expert_slots=expert_slots
+        checkpoint,
+        start,
+        end,
+        dtype=dtype,
+        products=products,
+        packed_on=device,
+        expert_slots=expert_slots,
+        card_experts=card_experts,
     )
     stack = model.get_submodule(family.stack_name)
     quantization = (

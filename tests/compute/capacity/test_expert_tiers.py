@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.compute.capacity.capacity import most_anywhere, unit_sizes, usable_bytes
-from swarmnode.compute.capacity.expert_tiers import ExpertTier, active_experts, expert_tier, whole_model_tier
+from swarmnode.compute.capacity.capacity import limit_bytes_for, most_anywhere, unit_sizes, usable_bytes
+from swarmnode.compute.capacity.expert_tiers import (
+    ExpertTier,
+    HostMemory,
+    active_experts,
+    expert_tier,
+    whole_model_tier,
+)
 from swarmnode.compute.expert_slots import buffer_bytes, expected_hits
 from swarmnode.compute.packing.tensor_entry import TensorEntry
 
@@ -125,3 +131,34 @@ def test_a_token_waits_for_what_is_missing() -> None:
     assert tier.missed_bytes == pytest.approx(missed)
     assert tier.token_s(10e9, 1e9) == pytest.approx(10 * 6e6 / 10e9 + missed / 1e9)
     assert expected_hits(32, 32) == expected_hits(40, 32) == 1.0
+
+
+def test_beside_a_card_the_host_keeps_the_experts() -> None:
+    """Of a card with room for 5 experts a layer, and a host with room for all, for 10, and for fewer than a token needs."""
+    checkpoint = large_mixture()
+    sizes = unit_sizes(checkpoint, dtype=torch.bfloat16, keeps_packed=True)
+    stacks = [entry for entry in checkpoint.entries.values() if entry.is_stack]
+    each_bytes = sum(entry.nbytes // EXPERTS for entry in stacks)  # of one expert in all layers
+    layers = len({name.split(".")[2] for name, entry in checkpoint.entries.items() if entry.is_stack})
+    limit_bytes = limit_bytes_for(sizes.need_bytes(0, UNITS, CACHE_TOKENS) - (EXPERTS - 5) * each_bytes)
+    for host_slots in (EXPERTS, 10, 3):
+        host_bytes = host_slots * each_bytes + 2 * buffer_bytes() + 100
+        found = expert_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS, UNITS, host_bytes=host_bytes)
+        if host_slots < 4:
+            assert found is None
+            continue
+        assert found is not None
+        tier, left = found
+        assert (tier.slots, tier.host_slots) == (5, host_slots)
+        assert sum(sizes.weight_bytes) - sum(left.weight_bytes) == (EXPERTS - 5) * each_bytes
+        assert tier.host_bytes(UNITS) == pytest.approx(host_bytes, abs=200)
+        assert "room on the card for 5 of" in str(tier) and ("with all in" in str(tier)) == (host_slots == EXPERTS)
+        assert (tier.others == "") == (host_slots == EXPERTS) == (tier.missed_bytes == 0)
+        says = whole_model_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS, HostMemory(host_bytes))
+        assert says == tier
+        cold_s = layers * 4 * (1 - tier.hits) * tier.expert_bytes / 1e9
+        assert tier.token_s(1e12, 1e30, 1e9) == pytest.approx(cold_s, rel=1e-3), "the CPU's share takes longest"
+    fixed = expert_tier(
+        checkpoint, sizes, limit_bytes, CACHE_TOKENS, UNITS, host_bytes=host_bytes * EXPERTS, is_fixed=True
+    )
+    assert fixed is not None and fixed[0].hits == 5 / EXPERTS
