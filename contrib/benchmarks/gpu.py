@@ -12,6 +12,8 @@
     train     tokens/s of forward and backward, and the share that is backward, with and without autocast.
     quantize  tokens/s and bytes of a span in int8 and NF4.
     packed    decoding and prompts of packed layers (random, Q4_0, Q4_K and Q6_K) beside plain ones, captured, in turns.
+    experts   decoding by a packed mixture with a quarter of its experts on the card and the others by the CPU, beside all on the
+              card, and all by the CPU, in turns. Routes are random, so that the share of experts found on the card is the least.
     node      two nodes and a spare one, processes on this one device, with links between them: ms per token of one session and of
               eight, and the longest pause and the text after the second node of a route was killed with SIGKILL.
     text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone.
@@ -454,6 +456,53 @@ def _packed_checkpoint(bench: Bench, form: str, folder: Path) -> Checkpoint:
     return Checkpoint(folder)
 
 
+def experts(bench: Bench) -> Any:
+    """Decode with experts on the card, a quarter of them there, and none, which take turns."""
+    if bench.device.type != "cuda":
+        return {"skipped": "a CPU has no other memory beside it"}
+    sys.path.append(str(Path(__file__).parent))
+    from experts import MIXTURES, Mixture, write_mixture
+    from packed import packed_folder
+
+    mixture, layers = (Mixture(8, 64, 2), 2) if bench.tiny else (MIXTURES["large"], 8)
+    dtype = torch.bfloat16 if bench.device.type == "cuda" and not bench.tiny else torch.float32
+    cpu = torch.device("cpu")
+    ways: dict[str, tuple[torch.device, torch.dtype, int]] = {
+        "card": (bench.device, dtype, 0), "quarter": (bench.device, dtype, mixture.experts // 4), "cpu": (cpu, torch.float32, 0),
+    }  # fmt: skip
+    found: dict[str, Any] = {"dtype": str(dtype), "experts": mixture.experts, "active": mixture.used}
+    with tempfile.TemporaryDirectory() as name:
+        write_mixture(file := Path(name) / "mixture.gguf", mixture, "Q4_0" if bench.tiny else "Q4_K", layers=layers)
+        checkpoint = Checkpoint(packed_folder(file, Path(name)))
+        spans = {
+            way: load_span(
+                checkpoint, 1, layers + 1, device=device, dtype=own, products="fast", card_experts=on_card, check=False
+            )
+            for way, (device, own, on_card) in ways.items()
+        }
+        found["bytes"] = {way: {"device": span.weight_bytes, "host": span.host_bytes} for way, span in spans.items()}
+        for sessions in bench.shape.sessions:
+            runners = {way: bench.runner(span, sessions, bench.shape.positions[0]) for way, span in spans.items()}
+            best_s: dict[str, float] = {}
+            for _, (way, runner) in itertools.product(range(PACKED_ROUNDS), runners.items()):
+
+                def step(runner: StageRunner = runner, sessions: int = sessions) -> None:
+                    x = bench.hidden(runner.span, 1, 1).to(runner.span.device)
+                    _one_step(runner, x, sessions)()
+
+                best_s[way] = min(best_s.get(way, float("inf")), bench.seconds(step))
+            for runner in runners.values():
+                runner.close_all(keep_span=True)
+            speeds = {f"{way}_tokens_per_s": sessions / step_s for way, step_s in best_s.items()}
+            ratios = {f"quarter_of_{way}": best_s[way] / best_s["quarter"] for way in ("card", "cpu")}
+            found[f"{sessions} sessions"] = {**speeds, **ratios}
+        pool = spans["quarter"].expert_pools[0]
+        found["found on the card"] = pool.hits / max(1, pool.hits + pool.misses)
+        for span in spans.values():
+            span.close()
+    return found
+
+
 def _beside(bench: Bench, plain: ModelSpan, ours: ModelSpan, sessions: int) -> dict[str, Any]:
     """Return the tokens/s of both, captured if the device can, in turns."""
     positions = bench.shape.positions[0]
@@ -572,7 +621,7 @@ async def _told(
 
 PARTS: dict[str, Callable[[Bench], Any]] = {
     "correct": correct, "decode": decode_steps, "prefill": prefill, "hop": hop, "memory": memory, "codecs": codecs, "train": train,
-    "quantize": quantize, "text": text, "packed": packed, "node": node,
+    "quantize": quantize, "text": text, "packed": packed, "experts": experts, "node": node,
 }  # fmt: skip
 
 

@@ -392,7 +392,7 @@ class LayerSlots:
                 unneeded = [other for other in self.ready if other not in self._wanted]
                 if not unneeded:
                     return
-                victim = min(unneeded, key=lambda other: (self._last_use[other], self._uses[other]))
+                victim = min(unneeded, key=lambda other: (self._last_use[other], self._uses[other], -other))
                 self._free.append(self.ready.pop(victim))
             self.reading[expert] = slot = self._free.pop()
             read = _Read(self, expert, slot, len(self._places[expert]))

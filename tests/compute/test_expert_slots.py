@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from swarmnode.compute.executor import is_device_fault
 from swarmnode.compute.expert_slots import PAGE, PIECE_BYTES, ByteRange, ExpertSlots
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError, LocalError, WeightsLost
@@ -211,6 +214,43 @@ def test_the_place_of_an_expert_changes_no_bit(checkpoint: Checkpoint, products:
             assert torch.equal(own, expected)
         assert span.experts_on_disk.reads >= EXPERTS
         span.close()
+
+
+@needs_ggml
+@pytest.mark.parametrize("products", ["fast", "exact"])
+def test_a_gradient_is_of_the_expert_that_a_pass_used(checkpoint: Checkpoint, products: str) -> None:
+    """Although another one is in its slot by then."""
+    x_BTH = torch.randn(1, 24, checkpoint.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    found = []
+    for slots in (0, 3):
+        span = load_span(checkpoint, 1, 3, dtype=torch.float32, products=products, expert_slots=slots, check=False)
+        x = x_BTH.clone().requires_grad_()
+        span.forward(x, cache=None).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+        span.close()
+    assert torch.equal(*found)
+
+
+@needs_ggml
+@pytest.mark.parametrize("slots", [0, 3])
+def test_a_closed_span_keeps_no_expert(checkpoint: Checkpoint, slots: int) -> None:
+    """Without a collection of garbage: the next span is loaded before."""
+    gc.collect()
+    gc.disable()
+    try:
+        span = load_span(checkpoint, 0, 2, dtype=torch.float32, products="fast", expert_slots=slots, check=False)
+        parts = [weakref.ref(part) for weight in held_by(span.model) for part in parts_of(weight)]
+        assert len(parts) > EXPERTS // 4
+        span.close()
+        assert [part() for part in parts if part() is not None] == []
+    finally:
+        gc.enable()
+
+
+def parts_of(weight: PackedWeight | PackedStack) -> list[object]:
+    matrices = weight._matrices if isinstance(weight, PackedStack) else [weight]
+    return [part for matrix in matrices for part in matrix._parts]
 
 
 @needs_ggml

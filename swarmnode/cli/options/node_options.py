@@ -260,8 +260,8 @@ class NodeOptions:
     max_cache_bytes: int | None = size_option("Disk space to lend; default: most of the free space.", "--disk")
     expert_disk: str = option(
         "auto",
-        "Of a mixture of experts in a GGUF file, hold layers whose experts do not all fit into --memory, and read the missing ones "
-        "from the disk, if no other machine has these layers. off: hold only layers that fit.",
+        "Of a mixture of experts in a GGUF file, hold layers whose experts do not all fit into --memory, if no other machine has "
+        "these layers: read the others from the disk, or compute them by the CPU beside a GPU. off: hold only layers that fit.",
         metavar="auto|off",
     )
     weights: tuple[Path, ...] | None = option(
