@@ -29,7 +29,7 @@ from swarmnode.config import StageConfig
 from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
-from swarmnode.measuring.hardware import MEMORY_SHARE, has_packed_products, host_memory, missing_products
+from swarmnode.measuring.packed_products import MEMORY_SHARE, has_packed_products, host_memory, missing_products
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.reachability import answers, own_interfaces, seen_at
@@ -115,8 +115,10 @@ def judge_weights(manifest: Manifest, outline: Checkpoint | None = None) -> list
         sizes = unit_sizes(
             outline, dtype=torch.float32 if is_cpu else device.dtype_for(outline.dtype), keeps_packed=True
         )
-        host = None if is_cpu else host_memory()
-        if tier := whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens, host):
+        host, tier = host_memory(device), None
+        if is_cpu or host is not None:
+            tier = whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens, host)
+        if tier is not None:
             seen += (
                 f", or all of them with experts {'on the disk' if is_cpu else 'in the memory beside the card'} ({tier})"
             )

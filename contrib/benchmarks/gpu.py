@@ -13,7 +13,7 @@
     quantize  tokens/s and bytes of a span in int8 and NF4.
     packed    decoding and prompts of packed layers (random, Q4_0, Q4_K and Q6_K) beside plain ones, captured, in turns.
     experts   decoding by a packed mixture with a quarter of its experts on the card and the others by the CPU, beside all on the
-              card, and all by the CPU, in turns. Routes are random, so that the share of experts found on the card is the least.
+              card, and all by the CPU, in turns; medians. Inputs are random, so that the fewest experts are found on the card.
     node      two nodes and a spare one, processes on this one device, with links between them: ms per token of one session and of
               eight, and the longest pause and the text after the second node of a route was killed with SIGKILL.
     text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone.
@@ -79,6 +79,7 @@ SCALES = {"Q4_0": {0: 4e-3}, "Q8_0": {0: 2e-4}, "Q4_K": {0: 1e-4, 2: 8e-4}, "Q6_
 
 KILL_AT, TEXT, NODE_ROUNDS = 24, 64, 3  # tokens of a text, and those before the kill
 PACKED_ROUNDS = 2
+ROUTED_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -480,21 +481,25 @@ def experts(bench: Bench) -> Any:
             )
             for way, (device, own, on_card) in ways.items()
         }
-        found["bytes"] = {way: {"device": span.weight_bytes, "host": span.host_bytes} for way, span in spans.items()}
+        found["bytes"] = {way: {"device": span.weight_bytes, "host": span.host_bytes()} for way, span in spans.items()}
         for sessions in bench.shape.sessions:
             runners = {way: bench.runner(span, sessions, bench.shape.positions[0]) for way, span in spans.items()}
-            best_s: dict[str, float] = {}
-            for _, (way, runner) in itertools.product(range(PACKED_ROUNDS), runners.items()):
-
-                def step(runner: StageRunner = runner, sessions: int = sessions) -> None:
-                    x = bench.hidden(runner.span, 1, 1).to(runner.span.device)
-                    _one_step(runner, x, sessions)()
-
-                best_s[way] = min(best_s.get(way, float("inf")), bench.seconds(step))
+            times_s: dict[str, list[float]] = {way: [] for way in runners}
+            inputs = [
+                [torch.randn(1, 1, spans["cpu"].hidden_size) for _ in range(sessions)] for _ in range(ROUTED_STEPS)
+            ]
+            for xs, (way, runner) in itertools.product(inputs[: 3 if bench.tiny else None], runners.items()):
+                steps = [StepInput(number, x.to(runner.span.device, runner.span.dtype)) for number, x in enumerate(xs)]
+                synchronize(runner.span.device)
+                began_s = time.perf_counter()
+                runner.run(steps)
+                synchronize(runner.span.device)
+                times_s[way].append(time.perf_counter() - began_s)
+            middle_s = {way: statistics.median(each) for way, each in times_s.items()}
             for runner in runners.values():
                 runner.close_all(keep_span=True)
-            speeds = {f"{way}_tokens_per_s": sessions / step_s for way, step_s in best_s.items()}
-            ratios = {f"quarter_of_{way}": best_s[way] / best_s["quarter"] for way in ("card", "cpu")}
+            speeds = {f"{way}_tokens_per_s": sessions / step_s for way, step_s in middle_s.items()}
+            ratios = {f"quarter_of_{way}": middle_s[way] / middle_s["quarter"] for way in ("card", "cpu")}
             found[f"{sessions} sessions"] = {**speeds, **ratios}
         pool = spans["quarter"].expert_pools[0]
         found["found on the card"] = pool.hits / max(1, pool.hits + pool.misses)

@@ -23,6 +23,8 @@ PAGE = 4096  # bytes that reads past the page cache are whole multiples of
 PIECE_BYTES = 1 << 20  # of one read: several are on their way at once, and one fills its slot while others are read
 WORKERS = 4  # with more, a disk is no faster with pieces of this size
 TIMEOUT_S = 20.0  # of one wait for the disk
+IDLE_S = 5.0  # after which a worker ends, until there is something to read again
+HALF_LIFE = 256  # passes
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,6 @@ class ExpertSlots:
         fill: Puts a matrix into a slot.
         workers: Number of threads that read.
         timeout_s: Longest wait for the disk in seconds.
-        is_fixed: Whether `LayerSlots.found` leaves the slots as they are.
 
     Raises:
         CheckpointError: A file cannot be opened, or a unit of a matrix is larger than a piece.
@@ -141,7 +142,9 @@ class ExpertSlots:
     Attributes:
         hits: Experts that passes found in slots.
         misses: Experts that passes wanted and did not find.
+        is_fixed: Whether `LayerSlots.found` leaves the slots as they are.
         is_on_card: Whether passes go on without experts that they miss.
+        way_back: Held while a matrix in a slot is used for a gradient.
         reads: Experts that were read.
         read_bytes: Their bytes.
         busy_s: Seconds during which experts were read.
@@ -156,9 +159,9 @@ class ExpertSlots:
         *,
         workers: int = WORKERS,
         timeout_s: float = TIMEOUT_S,
-        is_fixed: bool = False,
     ) -> None:
-        self.is_fixed, self.is_on_card = is_fixed, False
+        self.is_fixed, self.is_on_card = False, False
+        self.way_back = threading.Lock()
         self.misses = 0
         self.hits = self.reads = self.read_bytes = 0
         self.busy_s = self._busy_since_s = 0.0
@@ -205,9 +208,10 @@ class ExpertSlots:
             self._queue.clear()
             self._more.notify_all()
             self._done.notify_all()
-        for thread in self._threads:
+            threads = self._threads.copy()
+        for thread in threads:
             thread.join(timeout=1.0)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not any(thread.is_alive() for thread in threads):
             for file in self._files.values():
                 file.close()
             self._files.clear()
@@ -233,7 +237,9 @@ class ExpertSlots:
         while True:
             with self._more:
                 while not self._queue and not self._closed:
-                    self._more.wait()
+                    if not self._more.wait(IDLE_S) and not self._queue:
+                        self._threads.remove(threading.current_thread())
+                        return  # a pool that its owner lost ends so, too
                 if self._closed:
                     return
                 one = self._queue[0]
@@ -295,7 +301,7 @@ class ExpertSlots:
 
 class LayerSlots:
     """Slots of one layer. `ready` and `reading` have the slots of experts by their numbers, `active` is the number of experts that
-    a position chooses, `expert_bytes` are of the largest one."""
+    a position chooses, `elsewhere` that of experts that are never asked for here, `expert_bytes` are of the largest one."""
 
     def __init__(self, pool: ExpertSlots, number: int, places: Sequence[Sequence[ByteRange]], slots: int) -> None:
         self.number, self.experts = number, len(places)
@@ -304,11 +310,12 @@ class LayerSlots:
         self.pool, self._places = pool, places
         self.slots = min(slots, len(places))
         self.active = 1
+        self.elsewhere = 0
         self.expert_bytes = max(sum(place.end - place.begin for place in expert) for expert in places)
         self._free = list(range(self.slots))
         self._pass = 0
         self._last_use = [0] * len(places)
-        self._uses = [0] * len(places)
+        self._uses = [0.0] * len(places)
         self._wanted: dict[int, int] = {}  # by the present pass, and not visited yet
 
     def visit(self, rows: Mapping[int, int], active: int = 1) -> Iterator[tuple[int, int]]:
@@ -341,15 +348,17 @@ class LayerSlots:
     def expected_misses(self, positions: int) -> float:
         """Return the number of experts in no slot that a pass of `positions` new positions is expected to choose."""
         # The share of experts that no position chooses, if each chooses as many as the passes so far did
-        chosen = self.experts * (1 - (1 - self.active / self.experts) ** positions)
-        share = self.slots / self.experts if self.pool.is_fixed else expected_hits(self.slots, self.experts)
-        return chosen * (1 - share)
+        experts = self.experts - self.elsewhere
+        chosen = experts * (1 - (1 - self.active / self.experts) ** positions)
+        share = self.slots / experts if self.pool.is_fixed else expected_hits(self.slots, experts)
+        return chosen * (1 - min(1.0, share))
 
     def found(self, rows: Mapping[int, int], active: int = 1) -> dict[int, int]:
         """Return the slots of the experts in memory that `rows` of a pass choose, each `active` of them, without waiting. They
         stay there until the next call.
 
-        Unless the pool is fixed, the most used one of the others is read meanwhile, if no read of this layer is on its way.
+        Unless the pool is fixed or a read of this layer is on its way, the most used one of the others is read meanwhile. It takes
+        the slot of the least used one if it has been used more. Uses count half as much after HALF_LIFE passes.
         Raises WeightsLost if the experts cannot be read.
         """
         pool = self.pool
@@ -357,19 +366,23 @@ class LayerSlots:
             if pool._failure is not None:
                 raise pool._failure
             self._use(rows, active)
+            if self._pass % HALF_LIFE == 0:
+                self._uses = [uses / 2 for uses in self._uses]
             here = {expert: self.ready[expert] for expert in rows if expert in self.ready}
-            missing = rows.keys() - here.keys()
-            if missing and not pool.is_fixed and not self.reading:
-                self._wanted = dict.fromkeys((*here, max(missing, key=lambda expert: (self._uses[expert], -expert))), 1)
-                self._read_wanted()
-                self._wanted = {}
+            missing, unneeded = rows.keys() - here.keys(), self.ready.keys() - here.keys()
+            if missing and unneeded and not pool.is_fixed and not self.reading and pool.is_usable:
+                wanted = max(missing, key=lambda expert: (self._uses[expert], -expert))
+                victim = min(unneeded, key=lambda expert: (self._uses[expert], -expert))
+                if self._uses[wanted] > self._uses[victim]:
+                    self._free.append(self.ready.pop(victim))
+                    self._read(wanted)
             return here
 
     def fill(self) -> None:
         """Read experts into all slots, the first ones by their numbers, before any pass. Raises as `visit` does."""
         for _ in self.visit(dict.fromkeys(range(self.slots), 0)):
             pass
-        self.pool.hits = self.pool.misses = 0
+        self.pool.hits = self.pool.misses = self.pool.reads = self.pool.read_bytes = 0
 
     def _use(self, rows: Mapping[int, int], active: int) -> None:
         """Note the use of experts by a pass. The pool's lock is held."""
@@ -394,6 +407,9 @@ class LayerSlots:
                     return
                 victim = min(unneeded, key=lambda other: (self._last_use[other], self._uses[other], -other))
                 self._free.append(self.ready.pop(victim))
-            self.reading[expert] = slot = self._free.pop()
-            read = _Read(self, expert, slot, len(self._places[expert]))
-            self.pool._put(read, self._places[expert])
+            self._read(expert)
+
+    def _read(self, expert: int) -> None:
+        """Begin to read an expert into a free slot. The pool's lock is held."""
+        self.reading[expert] = slot = self._free.pop()
+        self.pool._put(_Read(self, expert, slot, len(self._places[expert])), self._places[expert])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from swarmnode.compute.capacity.capacity import (
     units_that_fit,
     usable_bytes,
 )
-from swarmnode.compute.capacity.expert_tiers import ExpertTier, HostMemory, disk_advice, expert_tier
+from swarmnode.compute.capacity.expert_tiers import ExpertTier, disk_advice, expert_tier
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
@@ -34,7 +33,6 @@ from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.mtp import eagle_bytes, is_eagle, mtp_bytes
 from swarmnode.compute.packing import ggml
-from swarmnode.compute.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
 from swarmnode.compute.stopwatch import Throttle
@@ -44,6 +42,7 @@ from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, HeadPart, draft_name
+from swarmnode.measuring.packed_products import MEMORY_SHARE, has_packed_products, missing_products
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits import KV8, PACKED
@@ -55,10 +54,8 @@ from swarmnode.version import install_command
 if TYPE_CHECKING:
     from swarmnode.weights.adapter_files import AdapterFiles
 
-MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 SPLIT = "split"  # in a number format after "+": the CPU computes some experts beside a card
-FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/evidence.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -319,7 +316,8 @@ class Hardware:
             device=lent.device.name,
             memory_bytes=lent.device.total_bytes,
             number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}"
-            + (f" kv {self.config.kv}" if self.config.kv != PLAIN else ""),
+            + (f" kv {self.config.kv}" if self.config.kv != PLAIN else "")
+            + (f" experts {self.tier.slots} {self.tier.host_slots}" if self.tier is not None else ""),
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -338,7 +336,13 @@ class Hardware:
         sizes = unit_sizes(
             checkpoint, dtype=torch.float32, quantize=self.quantize, keeps_packed=keeps_packed, kv=self.config.kv
         )
-        return replace(self, dtype=torch.float32, sizes=sizes)
+        tier = self.tier
+        if tier is not None:
+            room = self.lent[0].memory_bytes, self.config.cache_tokens, self.capacity_units
+            host_bytes = tier.host_bytes(tier.layers)
+            found = expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=tier.is_fixed)
+            tier, sizes = found or (None, sizes)
+        return replace(self, dtype=torch.float32, sizes=sizes, tier=tier)
 
     @property
     def section(self) -> Machine:
@@ -412,24 +416,25 @@ def _expert_tier(
 ) -> tuple[ExpertTier | None, UnitSizes, str]:
     """Return how many experts lie in the device's memory (None: all), the sizes of the units with them, and an advice for weights
     that cannot lie elsewhere. Beside a card the others lie in the host's memory. Several devices keep all in memory."""
-    kind = lent[0].device.kind
-    if len(lent) != 1 or kind not in ("cpu", "cuda") or (kind == "cuda" and ggml.library() is None):
+    device = lent[0].device
+    if len(lent) != 1 or device.kind not in ("cpu", "cuda"):
         return None, sizes, ""
     needed = len(sizes.weight_bytes) if needed_units is None else needed_units
     room = lent[0].memory_bytes, config.cache_tokens, needed
-    host_bytes = usable_bytes(host.limit_bytes or 0) if kind == "cuda" else None
-    found = (
-        expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=kind == "cuda" and products == EXACT)
-        if products != PLAIN
-        else None
-    )
+    found, advice = None, ""
+    if device.kind == "cpu":
+        found = expert_tier(checkpoint, sizes, *room) if products != PLAIN else None
+        advice = disk_advice(checkpoint, sizes, *room)
+    elif products != PLAIN:
+        host_bytes = usable_bytes(host.limit_bytes or 0)
+        found = expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=products == EXACT)
+        if found is not None and ggml.library() is None:
+            found, advice = (
+                None,
+                f"The CPU would compute the experts that do not fit. Install: {install_command(ggml.PACKAGE)}",
+            )
     tier, left = found or (None, sizes)
-    return tier, left, disk_advice(checkpoint, sizes, *room) if kind == "cpu" else ""
-
-
-def host_memory(bytes_per_s: float = math.inf) -> HostMemory:
-    """Return the host's memory that a node with a card uses for experts, and the speed of reading it."""
-    return HostMemory(usable_bytes(int(probe_device("cpu").free_bytes * MEMORY_SHARE)), bytes_per_s)
+    return tier, left, advice
 
 
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:
@@ -515,11 +520,6 @@ def _can_stay_packed(
     return wanted and kinds in possible and (kinds != {"cpu"} or dtype is torch.float32)
 
 
-def has_packed_products(device: Device) -> bool:
-    """Return whether there are fast products of packed weights for this device."""
-    return ggml.library() is not None if device.kind == "cpu" else kernels(device.torch_device) is not None
-
-
 def packed_advice(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> str:
     """Return what a package would gain that the packed weights lack here; empty if they lack none."""
     lacking = [device for device in devices if not has_packed_products(device)]
@@ -529,29 +529,6 @@ def packed_advice(devices: Sequence[Device], checkpoint: Checkpoint, config: Sta
         sum(unit_sizes(checkpoint, dtype=dtype, keeps_packed=keeps).weight_bytes) for keeps in (True, False)
     )
     return missing_products(lacking[0], plain / packed, is_fast=_products(config) == FAST)
-
-
-def missing_products(device: Device, memory_ratio: float | None = None, *, is_fast: bool = True) -> str:
-    """Return what a model of packed weights would gain on `device` with the package that multiplies them, and the command that
-    installs it; or why the installed one cannot be used. Empty if a card lacks its products for another reason.
-
-    Args:
-        device: The device, which has no fast products of packed weights.
-        memory_ratio: Bytes of the dequantised weights for each byte of the packed ones, if they are known.
-        is_fast: Whether the products would be the fast ones, of which the gain in speed was measured on CPUs.
-    """
-    is_cpu = device.kind == "cpu"
-    package = ggml.PACKAGE if is_cpu else TRITON
-    times = "several times" if memory_ratio is None else f"{max(2, round(memory_ratio))} times"
-    if is_cpu and (why := ggml.fault()):
-        return (
-            f"{package} cannot be used on this machine ({why}): the model is slower here, and takes {times} the memory."
-        )
-    if importlib.util.find_spec(package) is not None:
-        return ""
-    gain = f"run {FASTER_PACKED} times faster and " if is_cpu and is_fast else ""
-    less = "less memory" if memory_ratio is None else f"{times} less memory"
-    return f"This model would {gain}take {less} with {package}. Install: {install_command(package)}"
 
 
 def _common_dtype(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> torch.dtype:

@@ -69,8 +69,9 @@ class Calibration:
     ) -> None:
         """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model.
 
-        Fast products say nothing of a model's noise: on machines of one kind they have none."""
-        ratio = None if _is_packed(number_format) else _ratio(number_format, codec, deviations, units)
+        Fast products say nothing of a model's noise: on machines of one kind they have none. Nor do unknown formats."""
+        is_silent = _is_packed(number_format) or noise_of(number_format, codec) is tolerances.UNKNOWN
+        ratio = None if is_silent else _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -20,6 +21,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import RunnerConfig
 from swarmnode.compute.serving.sketch import digests, sketch, sketch_bytes
 from swarmnode.errors import ErrorCode, PrecisionError
 from swarmnode.ledger import Account, MemoryLedger
@@ -341,7 +343,7 @@ async def _load_part(
     if tier is not None and tier.host_slots:
         in_memory, on_card = tier.host_slots % tier.experts, tier.slots
         beside.count(tier.host_bytes(end - start))
-    span = await asyncio.to_thread(
+    load = functools.partial(
         load_span,
         checkpoint,
         start,
@@ -354,12 +356,24 @@ async def _load_part(
         card_experts=on_card,
         equal_bits=hardware.config.equal_bits,
     )
+    loading = asyncio.get_running_loop().run_in_executor(None, load)
+    try:
+        span = await asyncio.shield(loading)
+    except asyncio.CancelledError:  # the thread goes on, and its span has no other owner
+        loading.add_done_callback(_close_unused)
+        raise
     undo.callback(span.close)
     if hardware.head is not None and span.has_head:
         span.reader = await asyncio.to_thread(hardware.head.load, checkpoint, span)
     weights.count(span.weight_bytes)  # tied weights count once
-    beside.count(span.host_bytes)
+    beside.count(span.host_bytes(RunnerConfig.prefill_positions))
     return LoadedSpan(part.device, span, (weights, beside))
+
+
+def _close_unused(loading: asyncio.Future[ModelSpan]) -> None:
+    """Close a span that was loaded after its stage had given up."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
 
 
 async def _move_back(retained: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:

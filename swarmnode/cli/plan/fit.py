@@ -109,7 +109,7 @@ def _models(
     """Yield for each model and format how much of it fits here, and its speed on machines like this one. `modules` were measured
     of layers of `timed`."""
     from swarmnode.compute.capacity.capacity import measure_product_s, most_anywhere
-    from swarmnode.measuring.hardware import MEMORY_SHARE
+    from swarmnode.measuring.packed_products import MEMORY_SHARE
     from swarmnode.plan.cost import fit
 
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
@@ -319,11 +319,11 @@ def _rows(
     from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.capacity import most_anywhere
     from swarmnode.compute.capacity.expert_tiers import disk_advice, on_one_machine
-    from swarmnode.compute.device import probe_device
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
-    from swarmnode.measuring.hardware import MEMORY_SHARE, host_memory, packed_advice
+    from swarmnode.measuring.hardware import packed_advice
+    from swarmnode.measuring.packed_products import MEMORY_SHARE, host_memory
     from swarmnode.plan import cost as plan
     from swarmnode.plan.audits import PACKED
 
@@ -331,7 +331,7 @@ def _rows(
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
     trains = kv is None
-    host = host_memory(measure_read_rate(probe_device("cpu"))) if device.kind == "cuda" and not trains else None
+    host = None if trains else host_memory(device, measured=True)
     advice = ""
     if isinstance(source, Checkpoint) and not trains:
         dtype = torch.float32 if device.kind == "cpu" else device.dtype_for(source.dtype)
@@ -362,7 +362,7 @@ def _rows(
                 rate,
                 host,
             )
-            if precision == PACKED and isinstance(source, Checkpoint)
+            if precision == PACKED and isinstance(source, Checkpoint) and (host is not None or device.kind == "cpu")
             else None,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
             "between_stages": _between_stages(source)
@@ -441,7 +441,7 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     from swarmnode.compute.capacity.capacity import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.measuring.hardware import has_packed_products
+    from swarmnode.measuring.packed_products import has_packed_products
     from swarmnode.plan.audits import PACKED
 
     if isinstance(source, Graph):

@@ -61,8 +61,11 @@ class ExpertTier:
     @property
     def missed_bytes(self) -> float:
         """Bytes that one token is expected to read from the disk."""
-        held = min(self.experts, self.slots + self.host_slots)  # the host keeps what the card lacks
-        return self.layers * self.active * (1 - expected_hits(held, self.experts)) * self.expert_bytes
+        if not self.host_slots:
+            return self.layers * self.active * (1 - self.hits) * self.expert_bytes
+        others = max(1, self.experts - self.slots)  # that the host is asked for
+        missed = (1 - self.hits) * (1 - expected_hits(min(others, self.host_slots), others))
+        return self.layers * self.active * missed * self.expert_bytes
 
     def token_s(
         self, memory_bytes_per_s: float, disk_bytes_per_s: float = DISK_BYTES_PER_S, host_bytes_per_s: float = math.inf
@@ -136,13 +139,6 @@ def expert_tier(
     readers_bytes = buffer_bytes()
     room_bytes = limit_bytes - (readers_bytes if host_bytes is None else 0)
     most = max(parts[0].shape[0] for parts in stacks.values())
-    host_slots = 0
-    if host_bytes is not None:
-        layers = sorted(stacks, key=lambda unit: -sum(part.nbytes for part in stacks[unit]))[:needed_units]
-        each_bytes = sum(part.nbytes // part.shape[0] for unit in layers for part in stacks[unit])
-        host_slots = min(most, max(0, host_bytes - 2 * readers_bytes) // max(1, each_bytes))
-        if host_slots < active:
-            return None
 
     def with_slots(slots: int) -> UnitSizes:
         left = list(sizes.weight_bytes)
@@ -156,6 +152,14 @@ def expert_tier(
         if most_anywhere(with_slots(slots), room_bytes, cache_tokens) >= needed_units
     )
     slots = next(fitting, min(active, most))
+    host_slots = 0
+    if host_bytes is not None:  # beside as many layers as the card can hold
+        held = most_anywhere(with_slots(slots), room_bytes, cache_tokens)
+        each_bytes = sorted(sum(part.nbytes // part.shape[0] for part in parts) for parts in stacks.values())[-held:]
+        host_slots = min(most, max(0, host_bytes - 2 * readers_bytes) // max(1, sum(each_bytes)))
+        if host_slots < active or not held:
+            return None
+        is_fixed = is_fixed or host_slots < most  # see `read_split`
     layer_bytes = sum(sizes.weight_bytes[unit] for unit in stacks) / len(stacks)
     tier = ExpertTier(
         len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes, host_slots, is_fixed

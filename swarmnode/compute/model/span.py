@@ -36,7 +36,7 @@ from swarmnode.compute.packing.packed_weight import (
     read_weights,
 )
 from swarmnode.compute.packing.quantize import Quantization
-from swarmnode.compute.packing.split_experts import SplitStack, expected_wait_s, read_split
+from swarmnode.compute.packing.split_experts import SplitStack, read_split, time_of_expert_s
 from swarmnode.compute.stopwatch import Clock
 from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError, ProtocolError
@@ -154,19 +154,28 @@ class ModelSpan:
         on_card = [stack.pool for stack in self.split_experts[:1]]
         return on_card if self.experts_on_disk is None else [*on_card, self.experts_on_disk]
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of weights in the host's memory, for a span on a card of which the CPU computes some experts; else 0."""
+    def host_bytes(self, positions: int = 0) -> int:
+        """Return the bytes in the host's memory of a span on a card of which the CPU computes some experts, with the values of a
+        pass of `positions`; 0 for other spans."""
         if not self.split_experts:
             return 0
         readers_bytes = sum(pool.buffer_bytes for pool in self.expert_pools)
-        return sum(stack.host.nbytes for stack in self.split_experts) + readers_bytes
+        values_bytes = 4 * positions * WIDTHS * self.hidden_size  # float32
+        return sum(stack.host.nbytes for stack in self.split_experts) + readers_bytes + values_bytes
 
-    def expected_wait_s(self, positions: int, clock: Clock) -> float:
-        """Return the seconds that a pass of `positions` new positions is expected to wait for experts that are elsewhere: repeated
-        passes find them where they are wanted, but texts do not."""
-        from_disk_s = 0.0 if self.experts_on_disk is None else self.experts_on_disk.expected_wait_s(positions)
-        return from_disk_s + (expected_wait_s(self.split_experts, positions, clock) if self.split_experts else 0.0)
+    @property
+    def missed_experts(self) -> int:
+        """Number of experts so far that passes wanted on the card and did not find there."""
+        return self.split_experts[0].pool.misses if self.split_experts else 0
+
+    def expected_wait_s(self, positions: int, seen: float, share: float, clock: Clock) -> float:
+        """Return the seconds that a pass of `positions` new positions through a `share` of the layers is expected to take longer
+        than a repeated one, which missed `seen` experts on the card and read none from the disk."""
+        wait_s = 0.0 if self.experts_on_disk is None else share * self.experts_on_disk.expected_wait_s(positions)
+        if self.split_experts:
+            pool, expert_s = self.split_experts[0].pool, time_of_expert_s(self.split_experts, positions, clock)
+            wait_s += expert_s * max(0.0, share * sum(layer.expected_misses(positions) for layer in pool.layers) - seen)
+        return wait_s
 
     def move_to(self, device: torch.device) -> None:
         """Move the weights to another device. Quantised weights cannot be moved."""

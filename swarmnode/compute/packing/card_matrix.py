@@ -112,14 +112,15 @@ class CardMatrix:
 
     def refill(self, packed_B: Tensor, place: int = 0) -> None:
         """Take the packed bytes of other rows, in the host's memory, from byte `place` of the packed matrix on. Passes that were
-        submitted before still have the bytes that were there: the card does one after the other."""
+        submitted before still have the bytes that were there, since the card does one after the other. Nothing waits for the card;
+        the bytes may change as soon as this returns, as CUDA copies pageable memory aside first."""
         own = DTYPES.get(self.form.name)
         if own is not None and self._stored is self.dtype:  # values are kept in the model's dtype
             packed_B, place = (
                 packed_B.view(own).to(self.dtype).view(torch.uint8),
                 place // own.itemsize * self.dtype.itemsize,
             )
-        self._memory[place : place + packed_B.nbytes].copy_(packed_B)
+        self._memory[place : place + packed_B.nbytes].copy_(packed_B, non_blocking=True)
 
     def move_to(self, device: torch.device) -> None:
         """Move the bytes to another device."""

@@ -289,6 +289,10 @@ class PackedStack(_StandIn):
         """Return y (R, O) for x (R, I) and one expert in its place, as `visits` gives them."""
         return linear(x_RI, self._matrices[place])
 
+    def blocks_of(self, number: int) -> Iterator[Block]:
+        """Yield the matrix of one expert in parts."""
+        return self._matrices[number].blocks()
+
 
 class SlotStack(PackedStack):
     """Matrices (N, O, I) of a layer's N experts that stay packed: some lie in slots of memory, and all in a file. `matrices` are
@@ -311,7 +315,13 @@ class SlotStack(PackedStack):
     def times(self, x_RI: Tensor, number: int, place: int) -> Tensor:
         """Return y (R, O) for x (R, I) and one expert in a slot. On the way back of a gradient another one may be there, so that it
         is read again."""
-        return linear(x_RI, self._matrices[place], blocks=lambda: self[number].blocks())
+        return linear(x_RI, self._matrices[place], blocks=functools.partial(self.blocks_of, number))
+
+    def blocks_of(self, number: int) -> Iterator[Block]:
+        """Yield the matrix of one expert in parts, which stays in its slot meanwhile: gradients of a card's and of the CPU's part
+        of a layer go back on threads of their own."""
+        with self.pool.way_back:
+            yield from self[number].blocks()
 
 
 def experts_one_by_one(

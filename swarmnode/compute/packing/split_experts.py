@@ -52,7 +52,7 @@ class SplitStack(SlotStack):
         there, so that the host's matrix is taken."""
 
         def blocks() -> Iterator[Block]:
-            return ((outputs, inputs, block.to(x_RI.device)) for outputs, inputs, block in self.host[number].blocks())
+            return ((outputs, inputs, block.to(x_RI.device)) for outputs, inputs, block in self.host.blocks_of(number))
 
         return linear(x_RI, self._matrices[place], blocks=blocks)
 
@@ -77,11 +77,21 @@ def read_split(
         else read_weights(entries, dtype, exact=exact, looked_up="")
     )
     on_card = read_slots(entries, card_slots, dtype, exact=exact, device=device)
+    stacks = {name: SplitStack(stack, host[name]) for name, stack in on_card.items()}
     pool = next(iter(on_card.values())).pool
-    pool.is_fixed, pool.is_on_card = exact, True
-    for layer in pool.layers:
-        layer.fill()
-    return {name: SplitStack(stack, host[name]) for name, stack in on_card.items()}
+    # Both memories together hold the most if an expert on the card never needs to come back.
+    pool.is_fixed, pool.is_on_card = exact or host_slots > 0, True
+    in_slots = [stack.host for stack in stacks.values() if isinstance(stack.host, SlotStack)]
+    for stack in in_slots:
+        stack.layer.elsewhere = min(card_slots, stack.layer.experts)
+    try:
+        for layer in pool.layers:
+            layer.fill()
+    except BaseException:
+        for one in {pool, *(stack.pool for stack in in_slots)}:
+            one.close()
+        raise
+    return stacks
 
 
 def experts_on_card_and_host(
@@ -123,11 +133,9 @@ def experts_on_card_and_host(
     return sum_of_choices(self, results_SH, top_k_weights).to(hidden_states.dtype)
 
 
-def expected_wait_s(stacks: Sequence[SplitStack], positions: int, clock: Clock) -> float:
-    """Return the seconds that a pass of `positions` new positions is expected to wait for the CPU, by the time of one expert's
-    products now. `stacks` are a span's."""
+def time_of_expert_s(stacks: Sequence[SplitStack], positions: int, clock: Clock) -> float:
+    """Measure the seconds of one expert's products by the CPU in a pass of `positions` new positions. `stacks` are a span's."""
     layer = stacks[0].layer
     rows = math.ceil(positions * layer.active / layer.experts)
     work = [(stack.host, torch.zeros(rows, stack.shape[2])) for stack in stacks if stack.layer is layer]
-    expert_s = best_s(lambda: [host.times(x_RI, 0, 0) for host, x_RI in work], CPU, clock)
-    return expert_s * sum(one.expected_misses(positions) for one in layer.pool.layers)
+    return best_s(lambda: [host.times(x_RI, 0, 0) for host, x_RI in work], CPU, clock)

@@ -137,8 +137,10 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        # Programs of a step read whole buffers of columns, whose number equal bits of plain products depend on.
-        may_record = not (calls is not None or span.family.keeps_states or span.has_equal_rows)
+        # Programs of a step read whole buffers of columns, whose number equal bits of plain products depend on. A step that the CPU
+        # computes a part of cannot be recorded on a card.
+        is_bound = span.family.keeps_states or span.has_equal_rows or bool(span.split_experts)
+        may_record = calls is None and not is_bound
         is_captured = config.capture and may_record and span.device.type in ("cuda", "cpu")
         takes_graphs = may_record and config.kv == PLAIN and (span.has_same_bits or span.has_exact_products)
         self.experts = ExpertCounts(span.stack)
