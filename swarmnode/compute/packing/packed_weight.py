@@ -345,8 +345,10 @@ def results_of_choices(
     expert's products. Experts in memory are computed while others are read. The order has no influence on a bit."""
     stacks, biases = matrices_of(self)
     inputs, back_S = by_expert(hidden_states, top_k_index)
-    of_packed = next(stack for stack in stacks if isinstance(stack, PackedStack))
-    visits = of_packed.visits({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
+    packed = next((stack for stack in stacks if isinstance(stack, PackedStack)), None)
+    visits: Iterator[tuple[int, int]] = ((number, number) for number in inputs)
+    if packed is not None:
+        visits = packed.visits({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
     outputs = {
         number: result_of_expert(self, (stacks, biases), number, place, inputs[number], activate)
         for number, place in visits
