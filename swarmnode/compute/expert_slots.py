@@ -144,6 +144,7 @@ class ExpertSlots:
         misses: Experts that passes wanted and did not find.
         is_fixed: Whether `LayerSlots.found` leaves the slots as they are.
         is_on_card: Whether passes go on without experts that they miss.
+        active: Experts that a position chooses.
         way_back: Held while a matrix in a slot is used for a gradient.
         reads: Experts that were read.
         read_bytes: Their bytes.
@@ -161,7 +162,7 @@ class ExpertSlots:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.is_fixed, self.is_on_card = False, False
-        self.way_back = threading.Lock()
+        self.way_back, self.active = threading.Lock(), 1
         self.misses = 0
         self.hits = self.reads = self.read_bytes = 0
         self.busy_s = self._busy_since_s = 0.0
@@ -300,8 +301,8 @@ class ExpertSlots:
 
 
 class LayerSlots:
-    """Slots of one layer. `ready` and `reading` have the slots of experts by their numbers, `active` is the number of experts that
-    a position chooses, `elsewhere` that of experts that are never asked for here, `expert_bytes` are of the largest one."""
+    """Slots of one layer. `ready` and `reading` have the slots of experts by their numbers. `elsewhere` experts are never asked
+    for here, and `expert_bytes` are of the largest one."""
 
     def __init__(self, pool: ExpertSlots, number: int, places: Sequence[Sequence[ByteRange]], slots: int) -> None:
         self.number, self.experts = number, len(places)
@@ -309,7 +310,6 @@ class LayerSlots:
         self.reading: dict[int, int] = {}
         self.pool, self._places = pool, places
         self.slots = min(slots, len(places))
-        self.active = 1
         self.elsewhere = 0
         self.expert_bytes = max(sum(place.end - place.begin for place in expert) for expert in places)
         self._free = list(range(self.slots))
@@ -348,8 +348,9 @@ class LayerSlots:
     def expected_misses(self, positions: int) -> float:
         """Return the number of experts in no slot that a pass of `positions` new positions is expected to choose."""
         # The share of experts that no position chooses, if each chooses as many as the passes so far did
-        experts = self.experts - self.elsewhere
-        chosen = experts * (1 - (1 - self.active / self.experts) ** positions)
+        if not (experts := self.experts - self.elsewhere):
+            return 0.0
+        chosen = experts * (1 - (1 - self.pool.active / self.experts) ** positions)
         share = self.slots / experts if self.pool.is_fixed else expected_hits(self.slots, experts)
         return chosen * (1 - min(1.0, share))
 
@@ -387,7 +388,7 @@ class LayerSlots:
     def _use(self, rows: Mapping[int, int], active: int) -> None:
         """Note the use of experts by a pass. The pool's lock is held."""
         self._pass += 1
-        self.active = active
+        self.pool.active = active
         for expert, count in rows.items():
             self._last_use[expert], self._uses[expert] = self._pass, self._uses[expert] + count
         found = sum(expert in self.ready for expert in rows)

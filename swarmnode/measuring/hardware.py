@@ -317,7 +317,7 @@ class Hardware:
             memory_bytes=lent.device.total_bytes,
             number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}"
             + (f" kv {self.config.kv}" if self.config.kv != PLAIN else "")
-            + (f" experts {self.tier.slots} {self.tier.host_slots}" if self.tier is not None else ""),
+            + ("" if self.tier is None else f" experts {self.tier.eighths}"),
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -339,8 +339,8 @@ class Hardware:
         tier = self.tier
         if tier is not None:
             room = self.lent[0].memory_bytes, self.config.cache_tokens, self.capacity_units
-            host_bytes = tier.host_bytes(tier.layers)
-            found = expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=tier.is_fixed)
+            is_fixed = self.products == EXACT
+            found = expert_tier(checkpoint, sizes, *room, host_bytes=tier.host_limit_bytes, is_fixed=is_fixed)
             tier, sizes = found or (None, sizes)
         return replace(self, dtype=torch.float32, sizes=sizes, tier=tier)
 

@@ -271,7 +271,7 @@ async def test_a_node_serves_a_mixture_larger_than_its_card(
         found = Hardware.probe(checkpoint, config)
         assert found.tier is not None and found.tier.is_fixed == (products == "exact")
         assert found.number_format == number_format, "the CPU's experts have noise of their own"
-        assert f"experts {found.tier.slots} 12" in found.conditions(b"", 4, found.lent[0]).number_format
+        assert f"experts {found.tier.eighths}" in found.conditions(b"", 4, found.lent[0]).number_format
         if (wider := found.in_float32(checkpoint)) is not None:  # numbers overflowed
             assert wider.tier is not None and 2 <= wider.tier.slots <= found.tier.slots
             assert wider.capacity_units == found.capacity_units

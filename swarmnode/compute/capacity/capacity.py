@@ -200,19 +200,17 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
     positions = min(PREFILL_POSITIONS, _context(runner.span))
 
     def time_s(count: int, want: int) -> float:
-        x, passes = _inputs(runner.span, start, count), 0
+        x, missed = _inputs(runner.span, start, count), list[int]()
 
         def run() -> None:
-            nonlocal passes
-            passes += 1
+            before = runner.span.missed_experts
             runner.run([StepInput(PROBE_SESSION, x, want=want)])
             runner.truncate(PROBE_SESSION, 0)  # room for the next pass: some models have few positions
+            missed.append(runner.span.missed_experts - before)
 
-        missed = runner.span.missed_experts
         taken_s = best_s(run, runner.span.device, clock)
-        # The same positions again and again find more of their experts than a text does.
-        seen = (runner.span.missed_experts - missed) / passes
-        return taken_s + runner.span.expected_wait_s(count, seen, units / runner_units, clock)
+        # The same positions again and again find more of their experts than a text does, and the shortest pass most.
+        return taken_s + runner.span.expected_wait_s(count, min(missed), units / runner_units, clock)
 
     runner.open(PROBE_SESSION, rows=1, max_length=positions, start=start, end=end)
     try:

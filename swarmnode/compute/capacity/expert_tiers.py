@@ -36,7 +36,7 @@ class ExpertTier:
 
     `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers. `buffer_bytes` are of the readers. Beside a
     card `host_slots` experts of each layer are in the host's memory, and the CPU computes those that are not on it; 0: no card.
-    If the tier `is_fixed`, the experts in its slots stay the same.
+    If the tier `is_fixed`, the experts in its slots stay the same. `host_limit_bytes` of the host's memory were given for it.
     """
 
     layers: int
@@ -48,6 +48,12 @@ class ExpertTier:
     buffer_bytes: int = 0
     host_slots: int = 0
     is_fixed: bool = False
+    host_limit_bytes: int = 0
+
+    @property
+    def eighths(self) -> str:
+        """Shares of the experts in the device's memory and in the host's, in eighths: tiers with equal ones are about as fast."""
+        return f"{8 * self.slots // self.experts} {8 * self.host_slots // self.experts}"
 
     @property
     def hits(self) -> float:
@@ -164,7 +170,7 @@ def expert_tier(
     tier = ExpertTier(
         len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes, host_slots, is_fixed
     )
-    return tier, with_slots(slots)
+    return replace(tier, host_limit_bytes=host_bytes or 0), with_slots(slots)
 
 
 def disk_advice(

@@ -52,7 +52,8 @@ class SplitStack(SlotStack):
         there, so that the host's matrix is taken."""
 
         def blocks() -> Iterator[Block]:
-            return ((outputs, inputs, block.to(x_RI.device)) for outputs, inputs, block in self.host.blocks_of(number))
+            for outputs, inputs, block in self.host.blocks_of(number):
+                yield outputs, inputs, block.to(x_RI.device)
 
         return linear(x_RI, self._matrices[place], blocks=blocks)
 
@@ -136,6 +137,6 @@ def experts_on_card_and_host(
 def time_of_expert_s(stacks: Sequence[SplitStack], positions: int, clock: Clock) -> float:
     """Measure the seconds of one expert's products by the CPU in a pass of `positions` new positions. `stacks` are a span's."""
     layer = stacks[0].layer
-    rows = math.ceil(positions * layer.active / layer.experts)
+    rows = math.ceil(positions * layer.pool.active / layer.experts)
     work = [(stack.host, torch.zeros(rows, stack.shape[2])) for stack in stacks if stack.layer is layer]
     return best_s(lambda: [host.times(x_RI, 0, 0) for host, x_RI in work], CPU, clock)
