@@ -347,9 +347,9 @@ class LayerSlots:
 
     def expected_misses(self, positions: int) -> float:
         """Return the number of experts in no slot that a pass of `positions` new positions is expected to choose."""
-        # The share of experts that no position chooses, if each chooses as many as the passes so far did
         if not (experts := self.experts - self.elsewhere):
             return 0.0
+        # Without the experts that no position chooses, if each chooses as many as the passes so far did
         chosen = experts * (1 - (1 - self.pool.active / self.experts) ** positions)
         share = self.slots / experts if self.pool.is_fixed else expected_hits(self.slots, experts)
         return chosen * (1 - min(1.0, share))
