@@ -108,29 +108,24 @@ def judge_weights(manifest: Manifest, outline: Checkpoint | None = None) -> list
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
     seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
-    if outline is not None and device.kind in ("cpu", "cuda"):
-        import torch
-
-        is_cpu = device.kind == "cpu"
-        sizes = unit_sizes(
-            outline, dtype=torch.float32 if is_cpu else device.dtype_for(outline.dtype), keeps_packed=True
-        )
-        host, tier = host_memory(device), None
-        if is_cpu or host is not None:
-            tier = whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens, host)
-        if tier is not None:
-            seen += (
-                f", or all of them with experts {'on the disk' if is_cpu else 'in the memory beside the card'} ({tier})"
-            )
+    is_cpu = device.kind == "cpu"
     try:
-        lacks_products = device.kind == "cpu" and not has_packed_products(device)
+        lacks_products, host = is_cpu and not has_packed_products(device), host_memory(device)
     except LocalError as error:  # the owner's own build of ggml
         return [Finding("weights", "bad", "packed, and ggml cannot be loaded", str(error))]
-    if device.kind == "cpu" and not lacks_products:
-        seen += f", multiplied by {ggml.build()}"
     if lacks_products:
         seen = f"{format_bytes(weights_bytes)} are packed, and dequantised here, which takes several times the memory"
         return [Finding("weights", "doubtful", seen, missing_products(device))]
+    if outline is not None and (is_cpu or host is not None):
+        import torch
+
+        dtype = torch.float32 if is_cpu else device.dtype_for(outline.dtype)
+        sizes = unit_sizes(outline, dtype=dtype, keeps_packed=True)
+        if tier := whole_model_tier(outline, sizes, room_bytes, StageConfig().cache_tokens, host):
+            place = "on the disk" if is_cpu else "in the memory beside the card"
+            seen += f", or all of them with experts {place} ({tier})"
+    if is_cpu:
+        seen += f", multiplied by {ggml.build()}"
     return [_enough("weights", held > 0, seen, "free memory, or lend a machine with more")]
 
 

@@ -12,8 +12,8 @@
     train     tokens/s of forward and backward, and the share that is backward, with and without autocast.
     quantize  tokens/s and bytes of a span in int8 and NF4.
     packed    decoding and prompts of packed layers (random, Q4_0, Q4_K and Q6_K) beside plain ones, captured, in turns.
-    experts   decoding by a packed mixture with a quarter of its experts on the card and the others by the CPU, beside all on the
-              card, and all by the CPU, in turns; medians. Inputs are random, so that the fewest experts are found on the card.
+    experts   decoding by a packed mixture, in turns: all experts on the card; a quarter there and the others by the CPU; all by the
+              CPU. Medians. Inputs are random, so that the fewest experts are found on the card.
     node      two nodes and a spare one, processes on this one device, with links between them: ms per token of one session and of
               eight, and the longest pause and the text after the second node of a route was killed with SIGKILL.
     text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone.
@@ -465,8 +465,8 @@ def experts(bench: Bench) -> Any:
     from experts import MIXTURES, Mixture, write_mixture
     from packed import packed_folder
 
-    mixture, layers = (Mixture(8, 64, 2), 2) if bench.tiny else (MIXTURES["large"], 8)
-    dtype = torch.bfloat16 if bench.device.type == "cuda" and not bench.tiny else torch.float32
+    mixture, layers, count = (Mixture(8, 64, 2), 2, 3) if bench.tiny else (MIXTURES["large"], 8, ROUTED_STEPS)
+    dtype = torch.float32 if bench.tiny else torch.bfloat16
     cpu = torch.device("cpu")
     ways: dict[str, tuple[torch.device, torch.dtype, int]] = {
         "card": (bench.device, dtype, 0), "quarter": (bench.device, dtype, mixture.experts // 4), "cpu": (cpu, torch.float32, 0),
@@ -485,10 +485,8 @@ def experts(bench: Bench) -> Any:
         for sessions in bench.shape.sessions:
             runners = {way: bench.runner(span, sessions, bench.shape.positions[0]) for way, span in spans.items()}
             times_s: dict[str, list[float]] = {way: [] for way in runners}
-            inputs = [
-                [torch.randn(1, 1, spans["cpu"].hidden_size) for _ in range(sessions)] for _ in range(ROUTED_STEPS)
-            ]
-            for xs, (way, runner) in itertools.product(inputs[: 3 if bench.tiny else None], runners.items()):
+            inputs = [[torch.randn(1, 1, spans["cpu"].hidden_size) for _ in range(sessions)] for _ in range(count)]
+            for xs, (way, runner) in itertools.product(inputs, runners.items()):
                 steps = [StepInput(number, x.to(runner.span.device, runner.span.dtype)) for number, x in enumerate(xs)]
                 synchronize(runner.span.device)
                 began_s = time.perf_counter()

@@ -16,9 +16,9 @@ embedding of the token as it was drawn, which the sender takes away and the rece
 coordinates stays, and a learnt map of R numbers is added to it on both sides (ResBM, arXiv 2604.11947). Projections have no
 weight decay.
 
-`--table` prints for each setting the held-out loss relative to `none` of the same seed and tokens, with an interval if there are
-three seeds, the steps to the worse of the two last losses relative to `none`'s, the bytes per token and boundary, both ways with
-scales, and the time to that loss on a line that decides alone, relative to int4.
+`--table` compares each setting with `none` of the same seed and tokens. It prints the held-out loss, with an interval if there are
+three seeds, and the steps to the worse of the two last losses. Bytes are per token and boundary, both ways with scales. The time to
+that loss is on a line that decides alone, relative to int4.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CUTS = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What crosses the boundaries: the codec of each way, and the bottleneck (a width of 0: none)."""
+    """Setting of all boundaries: the codec of each way, and the bottleneck (a width of 0: none)."""
 
     codec: Codec = Codec.NONE
     divisor: int = 0  # hidden / R
@@ -99,7 +99,7 @@ SETTINGS = {
 
 
 class Wire:
-    """One boundary's line: it encodes and decodes both ways, and counts bytes. Top-k keeps what it left out for the next values."""
+    """Line of one boundary: it encodes and decodes both ways, and counts bytes. Top-k keeps what it left out for the next values."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -340,7 +340,7 @@ class Hardware:
         if tier is not None:
             room = self.lent[0].memory_bytes, self.config.cache_tokens, self.capacity_units
             is_fixed = self.products == EXACT
-            found = expert_tier(checkpoint, sizes, *room, host_bytes=tier.host_limit_bytes, is_fixed=is_fixed)
+            found = expert_tier(checkpoint, sizes, *room, host_bytes=tier.host_limit_bytes or None, is_fixed=is_fixed)
             tier, sizes = found or (None, sizes)
         return replace(self, dtype=torch.float32, sizes=sizes, tier=tier)
 
@@ -429,10 +429,8 @@ def _expert_tier(
         host_bytes = usable_bytes(host.limit_bytes or 0)
         found = expert_tier(checkpoint, sizes, *room, host_bytes=host_bytes, is_fixed=products == EXACT)
         if found is not None and ggml.library() is None:
-            found, advice = (
-                None,
-                f"The CPU would compute the experts that do not fit. Install: {install_command(ggml.PACKAGE)}",
-            )
+            found = None
+            advice = f"The CPU would compute the experts that do not fit. Install: {install_command(ggml.PACKAGE)}"
     tier, left = found or (None, sizes)
     return tier, left, advice
 

@@ -337,12 +337,9 @@ async def _load_part(
     weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
     undo.callback(weights.release)
     tier = hardware.tier
-    in_memory, on_card = (0, 0) if tier is None else (tier.slots, 0)
-    beside = host.count(Account.WEIGHTS)
+    in_memory, on_card = (0, 0) if tier is None else tier.numbers_to_load
+    beside = host.count(Account.WEIGHTS, tier.host_bytes(end - start) if tier is not None and on_card else 0)
     undo.callback(beside.release)
-    if tier is not None and tier.host_slots:
-        in_memory, on_card = tier.host_slots % tier.experts, tier.slots
-        beside.count(tier.host_bytes(end - start))
     load = functools.partial(
         load_span,
         checkpoint,

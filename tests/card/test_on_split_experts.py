@@ -20,6 +20,7 @@ from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.split_experts import SplitStack
+from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.config import StageConfig
@@ -58,6 +59,20 @@ def load(
     )
 
 
+def stacks_of(checkpoint: Checkpoint) -> list[TensorEntry]:
+    return [entry for entry in checkpoint.entries.values() if entry.is_stack]
+
+
+def gone_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the experts that have no slot on the card."""
+    return sum((EXPERTS - SLOTS) * entry.nbytes // EXPERTS for entry in stacks_of(checkpoint))
+
+
+def memory_for_five(checkpoint: Checkpoint) -> int:
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    return limit_bytes_for(sizes.need_bytes(0, checkpoint.units, CACHE_TOKENS) - gone_bytes(checkpoint) + 100)
+
+
 def logits(span: ModelSpan, *, rounds: int = 3) -> list[Tensor]:
     """Return those of a prompt of its own in each round, of its next step, and of the first prompt once more."""
     runner, found = StageRunner(span, RunnerConfig(cache_bytes=1 << 22)), list[Tensor]()
@@ -77,9 +92,7 @@ def is_near(found: Tensor, wanted: Tensor) -> bool:
 @needs_ggml
 @pytest.mark.parametrize("in_host", [0, 4], ids=["all in the host", "some on the disk"])
 @pytest.mark.parametrize("products", ["exact", "fast"])
-def test_a_split_layer_is_a_whole_one(
-    checkpoint: Checkpoint, card: torch.device, products: str, in_host: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_layer_is_a_whole_one(checkpoint: Checkpoint, card: torch.device, products: str, in_host: int) -> None:
     whole = logits(load(checkpoint, card))
     span = load(checkpoint, card, on_card=SLOTS, in_host=in_host, products=products)
     found = logits(span)
@@ -205,12 +218,10 @@ def _compare_memory(checkpoint: Checkpoint, cards: SimulatedCards, card: torch.d
     whole_bytes = whole.weight_bytes
     whole.close()
     span = load(checkpoint, card, on_card=SLOTS)
-    entries = [entry for entry in checkpoint.entries.values() if entry.is_stack]
-    gone_bytes = sum((EXPERTS - SLOTS) * entry.nbytes // EXPERTS for entry in entries)
-    assert whole_bytes - span.weight_bytes == gone_bytes
+    assert whole_bytes - span.weight_bytes == gone_bytes(checkpoint)
     held_bytes = cards.counts(card.index).used_bytes - before
     assert abs(held_bytes - span.weight_bytes) < 1 << 16
-    assert span.host_bytes() >= sum(entry.nbytes for entry in entries)
+    assert span.host_bytes() >= sum(entry.nbytes for entry in stacks_of(checkpoint))
     span.close()
     assert cards.counts(card.index).used_bytes - before < 1 << 16
 
@@ -230,11 +241,9 @@ async def test_a_load_that_is_given_up_leaves_no_reader(
         return loaded[0]
 
     monkeypatch.setattr(serving_stage, "load_span", slowly)
-    stacks = [entry for entry in checkpoint.entries.values() if entry.is_stack]
-    less = sum((EXPERTS - SLOTS) * entry.nbytes // EXPERTS for entry in stacks)
-    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
-    memory_bytes = limit_bytes_for(sizes.need_bytes(0, checkpoint.units, CACHE_TOKENS) - less + 100)
-    config = StageConfig(str(card), products="exact", memory_bytes=memory_bytes, cache_tokens=CACHE_TOKENS)
+    config = StageConfig(
+        str(card), products="exact", memory_bytes=memory_for_five(checkpoint), cache_tokens=CACHE_TOKENS
+    )
     hardware, host = Hardware.probe(checkpoint, config), MemoryLedger()
     (layout,) = hardware.lay_out(Units(0, checkpoint.units))
     async with contextlib.AsyncExitStack() as undo:
@@ -262,10 +271,7 @@ async def test_a_node_serves_a_mixture_larger_than_its_card(
 ) -> None:
     save_moe_gguf(tmp_path / "tiny.gguf", form="Q4_0", experts=EXPERTS)
     source = from_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "packed", packs=True)
-    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
-    stacks = [entry for entry in checkpoint.entries.values() if entry.is_stack]
-    less = sum((EXPERTS - SLOTS) * entry.nbytes // EXPERTS for entry in stacks)
-    memory_bytes = limit_bytes_for(sizes.need_bytes(0, checkpoint.units, CACHE_TOKENS) - less + 100)
+    memory_bytes = memory_for_five(checkpoint)
     for products, number_format in (("fast", "bfloat16+split"), ("exact", "float32")):
         config = StageConfig(str(card), "auto", products=products, memory_bytes=memory_bytes, cache_tokens=CACHE_TOKENS)
         found = Hardware.probe(checkpoint, config)
@@ -300,8 +306,7 @@ async def test_a_node_serves_a_mixture_larger_than_its_card(
                     assert node._host is not None and node._hardware is not None
                     assert node._hardware.number_format == "float32"
                     held = node._host.link_config.ledger.accounts()[Account.WEIGHTS]
-                    assert held >= sum(entry.nbytes for entry in stacks)
+                    assert held >= sum(entry.nbytes for entry in stacks_of(checkpoint))
                     read = {one.labels[-1]: one.value for one in node.readings() if one.metric is table.EXPERT_READS}
                     assert read.keys() == {"card", "hit", "moved"} and read.pop("moved") == 0 < min(read.values())
-            await asyncio.sleep(0)
     assert told["split"] == told["whole"] and len(told["whole"]) == NEW

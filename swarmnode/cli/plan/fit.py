@@ -354,14 +354,7 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
-            "experts": on_one_machine(
-                source,
-                sizes,
-                room_bytes,
-                CACHE_TOKENS,
-                rate,
-                host,
-            )
+            "experts": on_one_machine(source, sizes, room_bytes, CACHE_TOKENS, rate, host)
             if precision == PACKED and isinstance(source, Checkpoint) and (host is not None or device.kind == "cpu")
             else None,
             "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),

@@ -51,6 +51,11 @@ class ExpertTier:
     host_limit_bytes: int = 0
 
     @property
+    def numbers_to_load(self) -> tuple[int, int]:
+        """Numbers of a layer's experts in the memory that the CPU computes from (0: all), and on a card (0: no card)."""
+        return (self.host_slots % self.experts, self.slots) if self.host_slots else (self.slots, 0)
+
+    @property
     def eighths(self) -> str:
         """Shares of the experts in the device's memory and in the host's, in eighths: tiers with equal ones are about as fast."""
         return f"{8 * self.slots // self.experts} {8 * self.host_slots // self.experts}"
@@ -78,7 +83,7 @@ class ExpertTier:
     ) -> float:
         """Return the seconds that one token is expected to take in all these layers, at the speeds of memory, disk, and the host's
         memory beside a card, which computes at the same time."""
-        used = self.active * (self.hits if self.host_slots else 1.0)  # experts, that the device multiplies
+        used = self.active * (self.hits if self.host_slots else 1.0)  # experts that the device multiplies
         here_s = self.layers * (self.layer_bytes - (self.experts - used) * self.expert_bytes) / memory_bytes_per_s
         host_s = self.layers * (self.active - used) * self.expert_bytes / host_bytes_per_s
         return max(here_s, host_s) + self.missed_bytes / disk_bytes_per_s
@@ -168,9 +173,18 @@ def expert_tier(
         is_fixed = is_fixed or host_slots < most  # see `read_split`
     layer_bytes = sum(sizes.weight_bytes[unit] for unit in stacks) / len(stacks)
     tier = ExpertTier(
-        len(stacks), layer_bytes, sum(matrices) / len(stacks), most, active, slots, readers_bytes, host_slots, is_fixed
+        layers=len(stacks),
+        layer_bytes=layer_bytes,
+        expert_bytes=sum(matrices) / len(stacks),
+        experts=most,
+        active=active,
+        slots=slots,
+        buffer_bytes=readers_bytes,
+        host_slots=host_slots,
+        is_fixed=is_fixed,
+        host_limit_bytes=host_bytes or 0,
     )
-    return replace(tier, host_limit_bytes=host_bytes or 0), with_slots(slots)
+    return tier, with_slots(slots)
 
 
 def disk_advice(

@@ -281,13 +281,9 @@ class PackedStack(_StandIn):
         """Name and function of the implementation of transformers' experts interface that multiplies with these matrices."""
         return ONE_BY_ONE, experts_one_by_one
 
-    def visits(self, rows: Mapping[int, int], _active: int) -> Iterator[tuple[int, int]]:
-        """Yield the number of each expert that `rows` of a pass choose, and its place for `times`."""
-        return ((number, number) for number in rows)
-
-    def times(self, x_RI: Tensor, _number: int, place: int) -> Tensor:
-        """Return y (R, O) for x (R, I) and one expert in its place, as `visits` gives them."""
-        return linear(x_RI, self._matrices[place])
+    def times(self, x_RI: Tensor, number: int, _slot: int) -> Tensor:
+        """Return y (R, O) for x (R, I) and one expert."""
+        return linear(x_RI, self._matrices[number])
 
     def blocks_of(self, number: int) -> Iterator[Block]:
         """Yield the matrix of one expert in parts."""
@@ -308,14 +304,10 @@ class SlotStack(PackedStack):
         """Return the matrix of one expert, after reading it if it is in no slot."""
         return self._matrices[self.layer.slot_of(int(number))]
 
-    def visits(self, rows: Mapping[int, int], active: int) -> Iterator[tuple[int, int]]:
-        """Yield as `LayerSlots.visit` does, and raise as it does."""
-        return self.layer.visit(rows, active)
-
-    def times(self, x_RI: Tensor, number: int, place: int) -> Tensor:
+    def times(self, x_RI: Tensor, number: int, slot: int) -> Tensor:
         """Return y (R, O) for x (R, I) and one expert in a slot. On the way back of a gradient another one may be there, so that it
         is read again."""
-        return linear(x_RI, self._matrices[place], blocks=functools.partial(self.blocks_of, number))
+        return linear(x_RI, self._matrices[slot], blocks=functools.partial(self.blocks_of, number))
 
     def blocks_of(self, number: int) -> Iterator[Block]:
         """Yield the matrix of one expert in parts, which stays in its slot meanwhile: gradients of a card's and of the CPU's part
@@ -345,13 +337,10 @@ def results_of_choices(
     expert's products. Experts in memory are computed while others are read. The order has no influence on a bit."""
     stacks, biases = matrices_of(self)
     inputs, back_S = by_expert(hidden_states, top_k_index)
-    packed = next((stack for stack in stacks if isinstance(stack, PackedStack)), None)
-    visits: Iterator[tuple[int, int]] = ((number, number) for number in inputs)
-    if packed is not None:
-        visits = packed.visits({number: len(rows) for number, rows in inputs.items()}, top_k_index.shape[1])
+    counts = {number: len(rows) for number, rows in inputs.items()}
     outputs = {
-        number: result_of_expert(self, (stacks, biases), number, place, inputs[number], activate)
-        for number, place in visits
+        number: result_of_expert(self, (stacks, biases), number, slot, inputs[number], activate)
+        for number, slot in visits(stacks, counts, top_k_index.shape[1])
     }
     return torch.cat([outputs[number] for number in inputs])[back_S]
 
@@ -367,16 +356,23 @@ def matrices_of(experts: Any) -> Matrices:
     return (getattr(experts, first), experts.down_proj), biases
 
 
+def visits(stacks: Sequence[PackedStack | Tensor], rows: Mapping[int, int], active: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of each expert that `rows` of a pass choose, each `active` of them, and its slot, if the stacks have slots.
+    Raises as `LayerSlots.visit` does."""
+    in_slots = next((stack for stack in stacks if isinstance(stack, SlotStack)), None)
+    return ((number, -1) for number in rows) if in_slots is None else in_slots.layer.visit(rows, active)
+
+
 def result_of_expert(
-    experts: Any, matrices: Matrices, number: int, place: int, x_RH: Tensor, activate: Callable[[Tensor], Tensor]
+    experts: Any, matrices: Matrices, number: int, slot: int, x_RH: Tensor, activate: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the results (R, H) of one expert, in its place of the stacks, for the rows that choose it."""
+    """Return the results (R, H) of one expert, in its slot if the stacks have slots, for the rows that choose it."""
     stacks, biases = matrices
 
     def times(x: Tensor, which: int) -> Tensor:
         stack = stacks[which]
         if isinstance(stack, PackedStack):
-            y = stack.times(x, number, place)
+            y = stack.times(x, number, slot)
         else:
             y = x @ stack[number] if experts.is_transposed else functional.linear(x, stack[number])
         return y + biases[which][number] if biases else y

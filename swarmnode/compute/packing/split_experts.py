@@ -2,8 +2,9 @@
 
 A pass multiplies the rows of the experts on the card there, and meanwhile those of the others by the CPU. For a few rows that
 takes less time than to move an expert to the card (Fiddler, arXiv 2402.07033). The experts on the card follow their use: in each
-layer the most used of those that a pass missed is read from the file, and takes the slot of the one that was used least recently.
-Card and CPU give other bits. So for exact products the experts on the card are the first by their numbers, whatever came before.
+layer the most used of those that a pass missed is read from the file, and takes the slot of the least used one there, if that was
+used less. Card and CPU give other bits. So for exact products, and if some experts are on the disk, those on the card are the
+first ones by their numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from swarmnode.compute.packing.packed_weight import (
     read_weights,
     result_of_expert,
     sum_of_choices,
+    visits,
 )
 from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.compute.stopwatch import Clock, best_s
@@ -47,7 +49,7 @@ class SplitStack(SlotStack):
         """Name and function of the implementation of transformers' experts interface that multiplies with these matrices."""
         return ON_CARD_AND_HOST, experts_on_card_and_host
 
-    def times(self, x_RI: Tensor, number: int, place: int) -> Tensor:
+    def times(self, x_RI: Tensor, number: int, slot: int) -> Tensor:
         """Return y (R, O) for x (R, I) on the card and one expert in a slot. On the way back of a gradient another one may be
         there, so that the host's matrix is taken."""
 
@@ -55,7 +57,7 @@ class SplitStack(SlotStack):
             for outputs, inputs, block in self.host.blocks_of(number):
                 yield outputs, inputs, block.to(x_RI.device)
 
-        return linear(x_RI, self._matrices[place], blocks=blocks)
+        return linear(x_RI, self._matrices[slot], blocks=blocks)
 
 
 def read_split(
@@ -125,8 +127,8 @@ def experts_on_card_and_host(
     # Meanwhile the CPU computes the others.
     if cold:
         computed: dict[int, Tensor] = {
-            number: result_of_expert(self, (host, down.biases), number, place, x_NH[rows[number]].float(), activate)
-            for number, place in down.host.visits({number: len(rows[number]) for number in cold}, index_NK.shape[1])
+            number: result_of_expert(self, (host, down.biases), number, slot, x_NH[rows[number]].float(), activate)
+            for number, slot in visits(host, {number: len(rows[number]) for number in cold}, index_NK.shape[1])
         }
         results.append(torch.cat([computed[number] for number in cold]).to(x_NH.dtype).to(hidden_states.device))
     back_S = torch.cat([choices[number] for number in (*hot, *cold)]).argsort()
