@@ -99,7 +99,7 @@ SETTINGS = {
 
 
 class Wire:
-    """Line of one boundary: it encodes and decodes both ways, and counts bytes. Top-k keeps what it left out for the next values."""
+    """Line of one boundary: it encodes and decodes both ways, and counts bytes. Top-k adds what it left out to the next values."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
