@@ -133,41 +133,45 @@ class CheckpointManager:
         for block in self.blocks:
             self.store.set_aside(step, block)
 
-    async def restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
+    async def restore(
+        self,
+        peers: Callable[[], Iterable[PeerId]],
+        blocks: Collection[int],
+        units: int,
+        may_open: Callable[[], bool] = lambda: True,
+    ) -> int | None:
         """Fetch the newest step that is available for all layers, and keep the states of its run from now on.
 
         Args:
             peers: returns the peers to ask.
             blocks: the blocks to fetch.
             units: number of the model's layers.
+            may_open: returns whether the states of another run may be kept instead of those of the present one.
 
         Returns:
-            The step; None if there is none or it is already here. Backups count.
+            The step; None if there is none, if it is already here, or if it is of a run that may not be opened. Backups count.
 
         Raises:
             PeerRefused: if no peer sends a part in time, or the holders of a part do not agree.
             LocalError: if the disk is full, or the run's folder cannot be opened.
         """
         async with self._fetching:
-            return await self._restore(peers, blocks, units)
-
-    async def _restore(self, peers: Callable[[], Iterable[PeerId]], blocks: Collection[int], units: int) -> int | None:
-        whole_step = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
-        if whole_step is None:
-            return None
-        self.open(whole_step.run)
-        assert self.store is not None
-        if set(blocks) <= set(self.store.files(whole_step.step)):
-            return None
-        return await fetch_states(
-            self._board,
-            peers,
-            blocks,
-            into=self.store,
-            step=whole_step.step,
-            backups=self.backups,
-            electorate=self.electorate,
-        )
+            whole_step = await find_whole_step(self._board, peers, blocks, units, self.backups, self.electorate)
+            if whole_step is None or (whole_step.run != self.run and not may_open()):
+                return None
+            self.open(whole_step.run)
+            assert self.store is not None
+            if set(blocks) <= set(self.store.files(whole_step.step)):
+                return None
+            return await fetch_states(
+                self._board,
+                peers,
+                blocks,
+                into=self.store,
+                step=whole_step.step,
+                backups=self.backups,
+                electorate=self.electorate,
+            )
 
     async def close(self) -> None:
         """Stop serving and fetching states."""

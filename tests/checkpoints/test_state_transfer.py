@@ -558,6 +558,20 @@ async def join_by(world: World, electorate: Electorate) -> int | None:
         await manager.close()
 
 
+async def test_a_run_that_a_stage_is_in_is_not_changed_by_an_earlier_one(world: World) -> None:
+    """The states of a second run were written into the folder of the first one."""
+    (await world.peer("other")).has(10, 0)
+    peer = ToyPeer(world.network, LinkConfig(), world.hello)
+    manager = CheckpointManager(peer, world.folder / "joiner", StateServer(peer))
+    second = Run(data=b"\1" * 32, steps=95, batch=4, microbatch=2)
+    manager.open(second)
+    assert await manager.restore(lambda: list(world.nodes), (0,), 1, lambda: False) is None
+    assert manager.run == second
+    assert await manager.restore(lambda: list(world.nodes), (0,), 1, lambda: True) == 10
+    assert manager.run == RUN and manager.stored_steps() == (10,)
+    await manager.close()
+
+
 @pytest.mark.parametrize(
     ("addresses", "ready_after", "brought"),
     [

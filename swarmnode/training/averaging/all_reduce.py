@@ -105,7 +105,7 @@ class AllReducer:
         """Take a replica's PULL. One of a later attempt is kept until our own REDUCE has arrived; one of an earlier attempt
         is refused."""
         attempt = attempt_of(body)
-        if attempt > self._newest:
+        if attempt.order > self._newest.order:
             self._early.store_pull(channel, body)
         elif self._attempt is None or attempt != self._attempt.attempt:
             channel.close(Error(ErrorCode.STALE))
@@ -174,7 +174,7 @@ class AllReducer:
     def _begin(self, number: AttemptId, circles: list[Circle]) -> Attempt:
         attempt = Attempt(self.peer, number, self.switchboard, self._call, circles, self._early)
         self._attempt = attempt
-        self._newest = max(self._newest, number)
+        self._newest = max(self._newest, number, key=lambda one: one.order)
         self._early.drop_until(self._newest)
         return attempt
 

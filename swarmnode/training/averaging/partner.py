@@ -32,12 +32,17 @@ MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers included: the members are not 
 
 
 class AttemptId(NamedTuple):
-    """Id of an attempt at an all-reduce; ids grow from each attempt to the next."""
+    """Id of an attempt at an all-reduce."""
 
     term: int
     step: int
     attempt: int
     run: bytes  # the run's id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place among all attempts. A coordinator numbers its attempts through, while steps begin anew with each run."""
+        return self.term, self.attempt
 
 
 def attempt_of(body: Pull) -> AttemptId:
@@ -309,7 +314,7 @@ class EarlyPulls:
     def drop_until(self, attempt: AttemptId) -> None:
         """Close the pulls of attempts up to this one, which have begun or are over."""
         for peer, pull in list(self._pulls.items()):
-            if pull.attempt <= attempt:
+            if pull.attempt.order <= attempt.order:
                 del self._pulls[peer]
                 pull.channel.close(Error(ErrorCode.STALE))
 

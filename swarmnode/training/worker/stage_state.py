@@ -8,9 +8,10 @@ Masks of counted microbatches as a STATUS carries them: runs of layers with the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -141,6 +142,7 @@ class StageState:
         self._is_founding = True  # the parameters are the founder's
         self._founded = False  # the run was begun with the founder's parameters
         self._reported_unit_s = 0.0
+        self._moves = 0  # to a run or step, under way
         self._update: asyncio.Future[None] | None = None  # the last one, perhaps under way
         self._parts = parts
         self._checkpoint_manager = checkpoint_manager
@@ -168,6 +170,11 @@ class StageState:
         return self.step if self.condition == Condition.READY else 0
 
     @property
+    def is_stateless(self) -> bool:
+        """Whether the stage has no state and is on the way to none."""
+        return self.condition != Condition.READY and not self._moves
+
+    @property
     def is_as_founded(self) -> bool:
         """Whether the state is step 0 of the first run, which every newcomer has too."""
         return self.step == 0 and self._is_founding
@@ -189,7 +196,7 @@ class StageState:
         manager, masks, segment = self._checkpoint_manager, self.masks, self._parts.segment
         last = masks.get(segment.units - 1, 0)
         losses = tuple(self.losses.get(number, 0.0) for number in range(last.bit_length()) if last >> number & 1)
-        run = self.run or manager.run
+        run = manager.run or self.run  # that of the stored steps
         norm, loss = self.last
         self._reported_unit_s = unit_s = self._parts.unit_s
         return Status(
@@ -235,46 +242,59 @@ class StageState:
 
     # -- ways to a step
 
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Return a context of a move to a run or step. A `CheckpointManager.restore` for a stateless stage must not change the run
+        meanwhile: the move would write its steps into the other run's folder, or load them from there."""
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._moves -= 1
+
     async def begin(self, run: Run) -> None:
         """Begin the training run at step 0, with the parameters that the stage has now."""
-        await self._create_learner(run, 0)
-        self._founded = self._is_founding
-        if not self._founded:
-            await self.save()  # newcomers must find step 0 here
-        self.condition = Condition.READY
+        with self._moving():
+            await self._create_learner(run, 0)
+            self._founded = self._is_founding
+            if not self._founded:
+                await self.save()  # newcomers must find step 0 here
+            self.condition = Condition.READY
 
     async def restore(self, run: Run, step: int) -> None:
         """Load a step from the disk; step 0 of a first run has the founder's parameters. Raises CheckpointError, LocalError."""
-        self._checkpoint_manager.open(run)
-        if step == 0 and step not in self._checkpoint_manager.stored_steps():
-            self.condition = Condition.BLANK
-            if not self._is_founding:
-                await self._parts.refound()
-                self._is_founding = True
-            await self.begin(run)
-            return
-        learner = await self._create_learner(run, step)
-        await self._load(learner, step)
-        self.condition = Condition.READY
+        with self._moving():
+            self._checkpoint_manager.open(run)
+            if step == 0 and step not in self._checkpoint_manager.stored_steps():
+                self.condition = Condition.BLANK
+                if not self._is_founding:
+                    await self._parts.refound()
+                    self._is_founding = True
+                await self.begin(run)
+                return
+            learner = await self._create_learner(run, step)
+            await self._load(learner, step)
+            self.condition = Condition.READY
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
         """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError, and
         ProtocolError, which names the holders, if the state does not fit the layers or holds NaN."""
-        self._missed.clear()
-        learner = await self._create_learner(run, step)
-        self.condition = Condition.LISTENING
-        fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
-        try:
-            await self._load(learner, fetched)
-        except CheckpointError as error:
-            self._checkpoint_manager.set_aside(fetched)
-            raise ProtocolError(f"the state that {', '.join(peers)} gave: {error}") from error
-        self.step = fetched
-        while (missed := self._missed.pop_step(self.step)) is not None:
-            with missed.memory:
-                await self._call("update", partial(missed.agreed.commit, learner, missed.norm))
-            self.step += 1
-        self.condition = Condition.READY
+        with self._moving():
+            self._missed.clear()
+            learner = await self._create_learner(run, step)
+            self.condition = Condition.LISTENING
+            fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
+            try:
+                await self._load(learner, fetched)
+            except CheckpointError as error:
+                self._checkpoint_manager.set_aside(fetched)
+                raise ProtocolError(f"the state that {', '.join(peers)} gave: {error}") from error
+            self.step = fetched
+            while (missed := self._missed.pop_step(self.step)) is not None:
+                with missed.memory:
+                    await self._call("update", partial(missed.agreed.commit, learner, missed.norm))
+                self.step += 1
+            self.condition = Condition.READY
 
     async def _load(self, learner: DeviceLearners, step: int) -> None:
         self._is_founding = False

@@ -115,7 +115,9 @@ class Restoration:
 
     async def _bring(self) -> None:
         try:
-            step = await self._checkpoint_manager.restore(self._others, self._blocks, self._units)
+            step = await self._checkpoint_manager.restore(
+                self._others, self._blocks, self._units, lambda: self._stage.state.is_stateless
+            )
         except (PeerError, NetworkDown) as error:
             log.info("your node cannot fetch the state of layers %s: %s", list(self._blocks), error)
             return

@@ -109,9 +109,11 @@ class Replica:
         else:
             channel.close(Error(ErrorCode.MALFORMED))
 
-    def reduce(self, groups: Sequence[Group], attempt: int = 0, *, listening: bool = False) -> asyncio.Task[Agreed]:
+    def reduce(
+        self, groups: Sequence[Group], attempt: int = 0, *, step: int = 0, listening: bool = False
+    ) -> asyncio.Task[Agreed]:
         own = tuple(group for group in groups if any(member.peer == self.peer for member in group.members))
-        work = self.all_reducer.reduce(1, Reduce(0, attempt, own, RUN_ID), self.learner, listening=listening)
+        work = self.all_reducer.reduce(1, Reduce(step, attempt, own, RUN_ID), self.learner, listening=listening)
         return asyncio.ensure_future(work)
 
 

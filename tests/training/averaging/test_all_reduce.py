@@ -300,6 +300,17 @@ async def test_what_is_pulled_is_answered_to_members_of_the_attempt_alone() -> N
 
 
 @in_virtual_time
+async def test_a_pull_for_the_first_step_of_the_next_run_is_early_and_not_late() -> None:
+    """Attempts were ordered by their steps, so that replicas refused each other until two REDUCEs came at the same moment."""
+    _, members = await replicas(2, LONG)
+    groups = [group_of(members)]
+    sums(await within(20, [member.reduce(groups, attempt=40, step=40) for member in members]))
+    first = members[0].reduce(groups, attempt=41)
+    await asyncio.sleep(1)
+    sums(await within(20, [first, members[1].reduce(groups, attempt=41)]))
+
+
+@in_virtual_time
 async def test_early_pulls_are_few_and_the_oldest_go() -> None:
     _, (target, *strangers) = await replicas(MAX_EARLY // 16 + 2, 64)
     heard: list[Body] = []

@@ -13,6 +13,7 @@ from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.training_messages import (
     Backward,
     Commit,
+    Condition,
     Counted,
     Discard,
     Failed,
@@ -23,9 +24,12 @@ from swarmnode.codec.training_messages import (
     Reduce,
     Reduced,
     Release,
+    Restore,
     Status,
 )
+from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.worker_group import CLAIM_S, MAX_TERM_JUMP
 from tests.training.scene import KEY, RUN, TERM, Scene, in_scene
 
@@ -51,6 +55,25 @@ async def test_whatever_is_computed_says_what_it_is_and_for_whom(scene: Scene) -
     await line.ask(Release((), RUN.id))
     told = ["begin a run for step 0", "forward of 4 for lease 7", f"status for {scene.networks[1].peer_id}"]
     assert [item for item in told if not any(f"<Call {item}, " in computed for computed in scene.computed)] == []
+
+
+@in_scene
+async def test_on_the_way_to_a_step_a_stage_does_not_count_as_without_a_state(scene: Scene) -> None:
+    """`Restoration` brought the states of an earlier run in the middle of BEGIN."""
+    state, parts, seen = scene.stage.state, scene.stage.parts, []
+    begin = parts.begin
+
+    async def watched(run: Run, step: int) -> DeviceLearners:
+        seen.append(state.is_stateless)
+        return await begin(run, step)
+
+    parts.begin = watched  # type: ignore[method-assign]
+    assert state.is_stateless
+    line = await scene.lead()
+    assert seen == [False] and not state.is_stateless
+    status = await line.ask(Restore(encode_run(RUN), 5))
+    assert isinstance(status, Status) and status.condition == Condition.BLANK
+    assert seen == [False, False] and state.is_stateless, "step 5 is not on the disk"
 
 
 @in_scene
