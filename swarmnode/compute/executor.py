@@ -404,8 +404,11 @@ class Executor:
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
-        log.critical("the compute thread died at %r", self._running, exc_info=error)
-        self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
+        if isinstance(error, WeightsLost):  # no bug, so that a sentence is enough
+            self._over = ExecutorDied(str(error))
+        else:
+            log.critical("the compute thread died at %r", self._running, exc_info=error)
+            self._over = ExecutorDied(f"the compute thread died at {self.running!r}: {type(error).__name__}: {error}")
         self.post(self._died_of, self._over)
 
     def _prepare(self) -> None:

@@ -79,7 +79,7 @@ class _OpenFile:
                     os.posix_fadvise(self.number, begin + filled, size, os.POSIX_FADV_DONTNEED)
             filled += size
         if self._now() != self._state or filled < needed:
-            raise WeightsLost(f"{self.path}: was changed or cut short while experts were read from it; start again")
+            raise WeightsLost(f"{self.path} was changed or cut short while experts were read from it")
 
     def close(self) -> None:
         """Close the file."""

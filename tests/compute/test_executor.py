@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
-from swarmnode.errors import ExecutorDied
+from swarmnode.errors import ExecutorDied, WeightsLost
 
 
 class AcceleratorError(RuntimeError):
@@ -149,6 +149,15 @@ async def test_its_death_is_told_to_everybody_who_waits(executor: Executor, how:
     executor.submit(notes, late)
     await asyncio.sleep(0)
     assert len(note.abandoned) == len(late.abandoned) == 1
+
+
+async def test_lost_weights_are_told_in_a_sentence(executor: Executor, caplog: pytest.LogCaptureFixture) -> None:
+    def lose() -> None:
+        raise WeightsLost("m.gguf was changed")
+
+    with pytest.raises(ExecutorDied):
+        await executor.call(Urgency.FORWARD, lose, kind="forward")
+    assert str(await executor.died) == "m.gguf was changed" and not caplog.records
 
 
 async def test_an_error_in_the_scheduling_is_its_death_too(executor: Executor) -> None:
