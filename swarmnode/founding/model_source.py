@@ -318,9 +318,11 @@ def from_checkpoint(
     return _of_language_model(checkpoint, model, out, byte_level=byte_level)
 
 
-def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False) -> ModelSource:
-    """Describe the plain checkpoint that was asked for as `model`. It lies in the folder `out` if it was dequantised or
-    created there.
+def _of_language_model(
+    checkpoint: Checkpoint, model: str, out: Path, *, byte_level: bool = False, was_plain: bool = False
+) -> ModelSource:
+    """Describe the plain checkpoint that was asked for as `model`. It lies in the folder `out` if it was created there, or
+    dequantised unless it `was_plain`.
 
     Raises CheckpointError if its tensors do not match its config, its family cannot be split, its tokenizer needs code of
     its own, or its generation_config.json asks for an unsupported setting.
@@ -358,7 +360,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
         quantised=checkpoint.quantised is not None,
         original=_place_of(model) if made else "",
         remarks=(
-            *(_remarks(checkpoint, model, out) if made else []),
+            *(_remarks(checkpoint, model, out) if made and not was_plain else []),
             *(_stray_tokens(folder / CONFIG_NAME) if made or folder != out else []),
             *([READS_TEXT] if digit_count(checkpoint.config) else []),
         ),
@@ -440,6 +442,10 @@ def from_config(
     whole = trains_whole(described)
     if whole and bottleneck is not None:
         raise UsageError("--bottleneck: this model is trained as a graph, not in layers; leave the option out")
+    if bottleneck is None and getattr(described, CONFIG_KEY, None) is not None:
+        raise UsageError(
+            f"{folder / CONFIG_NAME} is of a model with a bottleneck: take {CONFIG_KEY} out of it, and give --bottleneck R"
+        )
     narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers, anchor)
     if not whole:
         check_family(family_of(described))
@@ -458,7 +464,7 @@ def from_config(
 def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchor: int | None) -> Bottleneck:
     """Return the bottleneck of a model of this config. Raises UsageError if it cannot have that, or has one already."""
     if getattr(config, CONFIG_KEY, None) is not None:
-        raise UsageError("--bottleneck: the model has one already; leave the option out, or give the model without it")
+        raise UsageError("--bottleneck: the model has one already; give the model without it")
     layers = -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers
     bottleneck = Bottleneck(rank, layers, int(config.hidden_size) if anchor is None and rank > 0 else anchor or 0)
     if fault := bottleneck.fault(config):
@@ -539,7 +545,8 @@ def with_bottleneck(
             writer.add(name, tensor)
         writer.close()
     shutil.rmtree(plain, ignore_errors=True)
-    return _of_language_model(Checkpoint(out), model, out, byte_level=byte_level)
+    was_plain = Path(checkpoint.path) != plain
+    return _of_language_model(Checkpoint(out), model, out, byte_level=byte_level, was_plain=was_plain)
 
 
 def from_module(

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode import examination
-from swarmnode.cli.plan.fit import _cards, _rows
+from swarmnode.cli.plan.fit import _cards, _read_bytes, _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
@@ -167,6 +167,10 @@ def test_a_mixture_for_several_machines_is_told_about_groups(tmp_path: Path) -> 
     assert group["group_s"] > 6 * 2 * 0.005 > group["pipeline_s"], "two exchanges a layer, each a delay"
     assert "Experts in float32: decoding (1 at once)" in " ".join(invoke(*asked).stdout.split())
     assert json.loads(invoke(*asked[:3], "1GB", *asked[4:], "--json").stdout)[0]["expert_group"] is None
+    checkpoint = Checkpoint(tmp_path)
+    sizes = unit_sizes(checkpoint, dtype=torch.float32)
+    unused_bytes = sum(entry.nbytes * 6 // 8 for name, entry in checkpoint.entries.items() if ".experts." in name)
+    assert sum(sizes.weight_bytes) - sum(_read_bytes(checkpoint, sizes)) == pytest.approx(unused_bytes)
 
 
 def test_a_mixture_of_safetensors_that_does_not_fit_is_told_which_form_may_lie_on_the_disk(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ async def check_node_swarm(tmp_path: Path, anchor: int) -> None:
     save_chats(data, 40)
     sample = [number * 7 % 256 for number in range(500)]
     source = with_bottleneck(str(model), tmp_path / "thin", 8, lambda _: sample, stage_layers=1, anchor=anchor)
+    assert not any("quantised" in remark for remark in source.remarks), "its weights are plain"
     async with VirtualSwarm(tmp_path) as swarm:
         manifest = swarm.create(source, mode=TRAIN).manifest
         assert manifest is not None and decode_manifest(encode_manifest(manifest)) == manifest

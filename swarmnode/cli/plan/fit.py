@@ -341,7 +341,7 @@ def _rows(
         fitting = most_anywhere(sizes, room_bytes, 0 if trains else CACHE_TOKENS)
         if isinstance(source, Checkpoint) and not trains and device.kind == "cpu":
             advice = advice or disk_advice(source, sizes, room_bytes, CACHE_TOKENS, len(sizes.weight_bytes))
-        fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
+        fitted = plan.fit(_read_bytes(source, sizes), fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
         yield {
             "model": model,
             "task": task,
@@ -362,6 +362,21 @@ def _rows(
             if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
             else None,
         }
+
+
+def _read_bytes(source: Checkpoint | Graph, sizes: UnitSizes) -> Sequence[float]:
+    """Return the bytes of weights that a pass of one token reads in each unit: in a mixture those of the experts that it uses."""
+    from swarmnode.compute.capacity.expert_tiers import active_experts
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.simulate.environment.model import Model
+
+    if not isinstance(source, Checkpoint) or not active_experts(source.config):
+        return sizes.weight_bytes
+    model = Model.of_config(source.config, source.config.model_type)
+    idle = 1 - model.active_experts / max(1, model.experts)
+    parameter_bytes = sum(sizes.weight_bytes) / sum(model.parameters)
+    unused = (parameter_bytes * idle * routed for routed in model.routed)
+    return [held - each for held, each in zip(sizes.weight_bytes, unused, strict=True)]
 
 
 def _expert_group(

@@ -139,7 +139,9 @@ def train(
             f"Nothing to do: all {counted(done, 'step')} of this run are done. Another --seed begins another.",
             err=as_json,
         )
-    _say_where_it_stands(done, run, alone, swarm, as_json=as_json)
+    is_narrow = known.manifest is not None and bool(known.manifest.bottleneck)
+    follows = f"generate {shlex.quote(swarm)} TEXT" if is_narrow else f"export {shlex.quote(swarm)} OUT"
+    _say_where_it_stands(done, run, alone, follows, as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -183,14 +185,14 @@ class TrainingWork:
             return done, bool(meter.last)
 
 
-def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:
+def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, follows: str, *, as_json: bool) -> None:
     """Print the last line: on standard error if standard output is for scripts. Ends the command with exit code 1 if steps are
     missing."""
     saved = f" The model is in {alone.out}." if alone.out is not None else ""
     if done < settings.steps:
         goes_on = "" if alone.local and alone.state is None else " The same command continues."
         stopped(f"Stopped after step {done:,} of {settings.steps:,}.{goes_on}{saved}")
-    next_step = "" if alone.local else f" Next: swarmnode export {shlex.quote(swarm)} OUT"
+    next_step = "" if alone.local else f" Next: swarmnode {follows}"
     say(f"Done: {counted(done, 'step')}.{saved}{next_step}", err=as_json)
 
 

@@ -219,7 +219,8 @@ def on_one_machine(
         return None
     speed = 1 / tier.token_s(read_bytes_per_s, host_bytes_per_s=math.inf if host is None else host.bytes_per_s)
     disk = f" with a disk of {DISK_BYTES_PER_S / 1e9:.0f} GB/s" if tier.missed_bytes else ""
-    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, about {speed:.2g} tokens/s{disk}"}
+    about = f"about {float(format(speed, '.2g')):,g} tokens/s{disk}"
+    return {**tier.facts(), "tokens_per_s": round(speed, 3), "says": f"{tier}, {about}"}
 
 
 def whole_model_tier(

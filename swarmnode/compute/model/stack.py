@@ -204,11 +204,10 @@ class Bottleneck(NamedTuple):
         hidden, count = int(config.hidden_size), int(config.num_hidden_layers)
         if not 0 < self.rank <= hidden:
             return f"a bottleneck of {self.rank} numbers: choose 1 to {hidden}, the model's hidden size"
-        if self.layers < 1 or self.layers >= count:
-            return (
-                f"a bottleneck behind every {self.layers} layers: the model has {count}, so nothing lies between two stages; "
-                f"choose 1 to {count - 1}"
-            )
+        if count < 2:
+            return "the model has one layer, so that nothing lies between two stages"
+        if not 0 < self.layers < count:
+            return f"stages of {self.layers} layers: the model has {count}; choose 1 to {count - 1}"
         if not 0 <= self.anchor <= hidden:
             return f"anchors of {self.anchor} numbers: choose 0 to {hidden}, the model's hidden size"
         return ""

@@ -405,6 +405,16 @@ def test_a_second_bottleneck_and_too_short_a_sample_are_refused(thin: Found, tmp
         with_bottleneck(str(tmp_path / "trained"), tmp_path / "out", RANK, lambda _: [1] * 9, stage_layers=1)
 
 
+def test_a_config_with_a_bottleneck_and_a_model_of_one_layer_are_refused(thin: Found, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is of a model with a bottleneck: take swarmnode_bottleneck out of it"):
+        from_config(thin("llama").path, tmp_path / "again")
+    config = build("llama").config
+    config.num_hidden_layers = 1
+    assert Bottleneck(RANK, 1).fault(config) == "the model has one layer, so that nothing lies between two stages"
+    config.num_hidden_layers = 4
+    assert Bottleneck(RANK, 9).fault(config) == "stages of 9 layers: the model has 4; choose 1 to 3"
+
+
 def test_boundaries_lie_behind_whole_stages() -> None:
     config = build("llama").config
     config.num_hidden_layers, config.swarmnode_bottleneck = 9, {"rank": 8, "layers": 2}
