@@ -151,6 +151,7 @@ class Hardware:
             sizes = unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=packs, kv=config.kv)
         host = host or MemoryLedger()
         lent = _lend(devices, config, host, clock)
+        lent_bytes = sum(one.memory_bytes for one in lent)
         head = _head_part(checkpoint, draft, config, sizes, dtype)
         if head is not None:  # the last layer may come to lie on any device
             lent = tuple(_set_aside(one, head.need_bytes) for one in lent)
@@ -184,7 +185,7 @@ class Hardware:
         )
         if hardware.capacity_units == 0:
             raise LocalError(
-                f"{hardware.memory_bytes / 1e6:.0f} MB are not enough for one layer of this model "
+                f"{format_bytes(lent_bytes)} are not enough for one layer of this model "
                 + ("with its gradients and optimiser" if trains else f"with a cache of {config.cache_tokens} tokens")
                 + "; lend more with --memory"
             )
