@@ -16,7 +16,10 @@ from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.swarm.storage.state_store import RUN_FILE
+from swarmnode.training.worker import training_worker
+from swarmnode.training.worker.stage_state import StageState
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
@@ -227,3 +230,33 @@ async def test_a_slow_uplink_is_compressed_for_and_says_so(
         assert await trainer.finish() == settings.steps
     assert trainer.losses[0] == pytest.approx(alone[0], rel=1e-3)
     assert trainer.losses[settings.steps - 1] < 0.95 * trainer.losses[0]
+
+
+@in_virtual_time
+async def test_a_node_killed_in_the_second_run_goes_on_from_a_step_of_that_run(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps were written into the folder of the first run, which was opened amid the beginning of the second one."""
+    save = StageState.save
+
+    async def save_slowly(state: StageState) -> None:
+        await asyncio.sleep(1.0)
+        await save(state)
+
+    monkeypatch.setattr(StageState, "save", save_slowly)
+    monkeypatch.setattr(training_worker, "LOOK_S", 0.01)
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(SPANS)
+        first = msgspec.structs.replace(SETTINGS, steps=CHECKPOINT_STEPS)
+        assert await school.trainer("first", DATA, first).finish() == CHECKPOINT_STEPS
+        homes = school.folder / "homes"
+        await asyncio.sleep(30.0)  # other nodes keep and announce backups of the last step meanwhile
+        trainer = school.trainer("second", DATA, msgspec.structs.replace(SETTINGS, seed=8))
+        await trainer.wait_for_step(CHECKPOINT_STEPS + 1)
+        await school.members[SPANS[1]].kill()
+        school.start(SPANS[1], SPANS[1])
+        assert await trainer.finish() == STEPS
+        await school.settle(SPANS)
+        written = [step for name in SPANS for step in (homes / name).glob(f"training/*/*/step-{STEPS:08d}")]
+        runs = [decode_run((step.parent / RUN_FILE).read_bytes()) for step in written]
+        assert [run.seed for run in runs] == [8, 8, 8], "the last step lies in the folder of the second run"
