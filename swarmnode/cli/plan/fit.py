@@ -373,10 +373,8 @@ def _read_bytes(source: Checkpoint | Graph, sizes: UnitSizes) -> Sequence[float]
     if not isinstance(source, Checkpoint) or not active_experts(source.config):
         return sizes.weight_bytes
     model = Model.of_config(source.config, source.config.model_type)
-    idle = 1 - model.active_experts / max(1, model.experts)
-    parameter_bytes = sum(sizes.weight_bytes) / sum(model.parameters)
-    unused = (parameter_bytes * idle * routed for routed in model.routed)
-    return [held - each for held, each in zip(sizes.weight_bytes, unused, strict=True)]
+    units = zip(sizes.weight_bytes, model.active, model.parameters, strict=True)
+    return [held_bytes * used / parameters for held_bytes, used, parameters in units]
 
 
 def _expert_group(
