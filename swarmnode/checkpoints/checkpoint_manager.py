@@ -138,7 +138,7 @@ class CheckpointManager:
         peers: Callable[[], Iterable[PeerId]],
         blocks: Collection[int],
         units: int,
-        may_open: Callable[[], bool] = lambda: True,
+        may_open: Callable[[], bool],
     ) -> int | None:
         """Fetch the newest step that is available for all layers, and keep the states of its run from now on.
 
