@@ -206,10 +206,8 @@ def test_templates_of_others_end_soon_and_others_are_written_meanwhile() -> None
 
 def test_a_template_is_not_given_up_for_a_long_conversation() -> None:
     confined = ConfinedRenderer(processor_s=0.3)
-    honest, long = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
-        [{"role": "user", "content": ""}] * 100_000,
-    )
+    honest = "{% for m in messages %}{% for n in messages %}{% endfor %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    long = [{"role": "user", "content": ""}] * 100_000  # 10^10 rounds overrun the time on any machine
     try:
         with pytest.raises(ValueError, match="more time or memory"):
             confined.render(honest, long, [], {})
@@ -219,7 +217,7 @@ def test_a_template_is_not_given_up_for_a_long_conversation() -> None:
 
 
 def test_slow_templates_get_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "SLOW_S", 0.05)  # an eighth of what the slow ones take
+    monkeypatch.setattr(conversation, "SLOW_S", 0.01)  # a fortieth of what the slow ones take, or less
     watch = Watch(10.0)
     confined = ConfinedRenderer(processor_s=60.0, clock=watch)
     slow = [f"{{% for a in range(600) %}}{{% for b in range(9999) %}}{{% endfor %}}{{% endfor %}}{n}" for n in range(2)]
