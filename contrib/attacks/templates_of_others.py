@@ -6,15 +6,18 @@ import os
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from attack import Outcome, main
 
+from swarmnode.data import conversation
 from swarmnode.data.conversation import ConfinedRenderer
 
 VIRTUAL, FAST = True, True
 SECRET, REPEATS = "hens-lay-eggs", 5
 REACHED = re.compile(rf"<(class|module|function|bound method|built-in|code|frame)|{SECRET}|root:")
 HONEST, SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", [{"role": "user", "content": "hens"}]
+SQUARE = "{% for m in messages %}{% for n in messages %}{% endfor %}{% endfor %}" + HONEST
 WITHOUT_END = {
     "a loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a list that grows": "{% set l = namespace(x=[1]) %}{% for i in range(60) %}{% set l.x = l.x + l.x %}{% endfor %}",
@@ -25,7 +28,8 @@ WITHOUT_END = {
     "brackets": "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
     "blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
 }
-SLOW = "{% for a in range(1200) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"  # about a second
+SLOW = "{% for a in range(1200) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"  # some tenths of a second
+SLOW_S = 0.01  # of a processor, instead of what a gateway calls slow: on any machine SLOW takes more
 OBJECTS = (
     *("''", "messages", "messages[0].get", "self", "cycler", "joiner", "namespace", "lipsum", "range", "dict"),
     *("raise_exception", "strftime_now", "tools", "loop", "x.y", "caller", "''.format", "[].append"),
@@ -80,15 +84,18 @@ async def attack() -> Outcome:
         if got := [template for template in tries if REACHED.search(rendered(renderer, template) or "")]:
             faults.append(f"{len(got)} of {len(tries)} reached out of the sandbox, {got[0]} first")
         many = [{"role": "user", "content": ""}] * 100_000
-        rendered(renderer, HONEST, many)
-        if rendered(renderer, HONEST) is None:
+        if rendered(renderer, SQUARE, many) is not None:
+            faults.append("a conversation too long for its template was written")
+        if rendered(renderer, SQUARE) != "<user>hens":
             faults.append("an honest template is no longer used since a client's conversation was too long for it")
     finally:
         renderer.close()
         del os.environ["HENS"]
     renderer = ConfinedRenderer()
     try:
-        if (count := sum(rendered(renderer, SLOW) is not None for _ in range(REPEATS))) > 1:
+        with mock.patch.object(conversation, "SLOW_S", SLOW_S):
+            count = sum(rendered(renderer, SLOW) is not None for _ in range(REPEATS))
+        if count > 1:
             faults.append(f"others waited {count} times in turn for a slow template")
     finally:
         renderer.close()

@@ -217,7 +217,7 @@ def test_a_template_is_not_given_up_for_a_long_conversation() -> None:
 
 
 def test_slow_templates_get_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "SLOW_S", 0.01)  # a fortieth of what the slow ones take, or less
+    monkeypatch.setattr(conversation, "SLOW_S", 0.01)  # a twentieth of what the slow ones take, or less
     watch = Watch(10.0)
     confined = ConfinedRenderer(processor_s=60.0, clock=watch)
     slow = [f"{{% for a in range(600) %}}{{% for b in range(9999) %}}{{% endfor %}}{{% endfor %}}{n}" for n in range(2)]

@@ -118,7 +118,7 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
     with Chromium(program, tmp_path / "profile") as browser:
         page = browser.open(own_link(server))
         page.wait_until("document.getElementById('model').value")
-        page.evaluate("document.getElementById('max-tokens').value = 3000")
+        page.evaluate("document.getElementById('max-tokens').value = 60000")
         page.type_and_enter("#prompt", "# <script>alert(1)</script>\n**bold**")
         writer = page.wait_until("document.querySelector('#writers .badge')?.textContent")
         alive = [node for node in local.members if node.name in NODES and node.process.poll() is None]

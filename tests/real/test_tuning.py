@@ -11,7 +11,7 @@ from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm
 
 SPANS = {"a": "0:2", "b": "2:4", "c": "2:4"}
-STEPS = 6
+STEPS = 16  # so many that the node is killed before they have passed
 
 
 def losses(log: Path) -> list[float]:

@@ -57,7 +57,7 @@ def test_the_same_command_resumes_with_the_same_invite_and_is_not_run_twice(tiny
         invite = first.wait_for("hosting")["invite"]
         served = first.wait_for("serving")
         assert served["url"] == f"http://127.0.0.1:{port}/v1" and served["page"].startswith(f"http://127.0.0.1:{port}/")
-        models = httpx2.get(f"{served['url']}/models").json()
+        models = httpx2.get(f"{served['url']}/models", timeout=None).json()
         assert [model["id"] for model in models["data"]] == ["friends"]
         with pytest.raises(LocalError, match=f"hosted here already, by process {first.pid}:"):
             local.command(*command, "--home", str(first.home), timeout_s=60.0)

@@ -58,7 +58,7 @@ class Peer:
     def leave(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(10) == 0
+        assert self._process.wait(240) == 0
 
     def end(self) -> None:
         self._process.kill()
