@@ -171,7 +171,7 @@ def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list
 
 
 NODES = 4
-COVER_TIMEOUT_S = 60.0
+COVER_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 120.0
 EXPORT_PATIENCE_S = 30.0
 

@@ -228,7 +228,7 @@ class ServingStage(Stage):
                     host=host.link_config.ledger,
                 ),
                 codec_rules=codec_rules_of(host, span.dtype),
-                drafting=Proposers(host.directory.peers, lambda: server, draft),
+                drafting=Proposers(host.directory.peers, lambda: server, draft, host.clock.compute),
             )
             undo.push_async_callback(server.close)
             await server.start()

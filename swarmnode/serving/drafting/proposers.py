@@ -123,7 +123,7 @@ class Proposers:
     """Maker of the drafter and the budget of a session.
 
     `announced` returns the announcements of the known peers, this node included. `node` returns this node. `model` is
-    its draft model, for sessions whose client lets it use anything; None if it has none.
+    its draft model, for sessions whose client lets it use anything; None if it has none. `clock` times the drafters.
     """
 
     def __init__(
@@ -131,10 +131,12 @@ class Proposers:
         announced: Callable[[], Mapping[PeerId, Announcement]],
         node: Callable[[], BusyNode],
         model: OpensDrafters | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._announced = announced
         self._node = node
         self._model = model
+        self._clock = clock
 
     def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
         """Return a new drafter and budget for the session of `opened`."""
@@ -145,7 +147,7 @@ class Proposers:
         if self._model is not None and opened.proposer in (ANY_DRAFTS, self._model.name):
             drafter = self._model.open(opened.max_length, lambda *took: budget.proposer(ModelDrafter.name).took(*took))
             drafters += [] if drafter is None else [drafter]
-        return DrafterChoice(drafters, budget), budget
+        return DrafterChoice(drafters, budget, self._clock), budget
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
         """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds.
