@@ -61,12 +61,20 @@ NAME_LENGTH = 48  # characters of a device's announced name
 
 @dataclass(frozen=True)
 class LentDevice:
-    """A device, and its lent memory. `throttle` limits all computing on it."""
+    """A device, and its lent memory without `set_aside_bytes`, which guesses and readers of experts take. `throttle` limits all
+    computing on it."""
 
     device: Device
     memory_bytes: int
     ledger: MemoryLedger = field(default_factory=MemoryLedger, compare=False)
     throttle: Throttle = field(default_factory=Throttle, compare=False)
+    set_aside_bytes: int = 0
+
+    def without(self, size_bytes: int) -> LentDevice:
+        """Return the device with as much more of its memory set aside, or all that it has."""
+        taken_bytes = min(size_bytes, self.memory_bytes)
+        aside_bytes = self.set_aside_bytes + taken_bytes
+        return replace(self, memory_bytes=self.memory_bytes - taken_bytes, set_aside_bytes=aside_bytes)
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,7 @@ class Hardware:
             tier, sizes, told = _expert_tier(checkpoint, sizes, lent, config, host, needed_units, products)
             advice = advice or told
         if tier is not None and not tier.host_slots:
-            lent = (replace(lent[0], memory_bytes=max(0, lent[0].memory_bytes - tier.buffer_bytes)),)
+            lent = (lent[0].without(tier.buffer_bytes),)
         hardware = cls(
             lent,
             dtype,
@@ -246,7 +254,8 @@ class Hardware:
     def holds(self) -> str:
         """Text like "its 12 GB hold 31 of 50 layers, packed"."""
         packed = ("" if self.products == PLAIN else ", packed") + self.experts_in_memory
-        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
+        lent_bytes = self.memory_bytes + sum(lent.set_aside_bytes for lent in self.lent)
+        return f"its {format_bytes(lent_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @property
     def experts_in_memory(self) -> str:
@@ -468,14 +477,13 @@ def _head_part(
 
 
 def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:
-    """Return a lent device without `need_bytes` of its memory, for guesses. Raises LocalError if it has less."""
-    left_bytes = lent.memory_bytes - need_bytes
-    if left_bytes <= 0:
+    """Return a lent device without `need_bytes` of its memory, for guesses. Raises LocalError if it has no more."""
+    if lent.memory_bytes <= need_bytes:
         need, have = format_bytes(need_bytes), format_bytes(lent.memory_bytes)
         raise LocalError(
             f"--draft-model needs {need}, and {have} are lent: lend more with --memory, or choose a smaller model"
         )
-    return replace(lent, memory_bytes=left_bytes)
+    return lent.without(need_bytes)
 
 
 def _check_equal_bits(devices: Sequence[Device], products: str, *, has_sessions: bool) -> None:

@@ -219,7 +219,7 @@ def test_a_mixture_larger_than_a_machines_memory_is_told_as_by_fit(
     read_rate = 2 * load_model(model, 1).layer_parameters * 100  # bytes/s of memory, in 16 bits
     for device in range(3):
         slots = slots_of[device]
-        used_bytes = 2 * (layer_bytes - (16 - 2) * expert_bytes)
+        used_bytes = 2 * (layer_bytes - (16 - 2) * expert_bytes) + sizes.weight_bytes[-1]
         missed_bytes = 2 * 2 * (1 - (slots / 16) ** 0.5) * expert_bytes
         says = (
             f"2 layers of {layer_bytes / 1e6:.1f} MB: memory for {slots} of 16 experts a layer, about "

@@ -23,6 +23,7 @@ from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.config import EXACT, FAST, StageConfig
+from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
@@ -235,6 +236,8 @@ async def test_a_mixture_larger_than_the_memory_says_the_same_and_tells_what_fit
         stage = {**usual, "memory_bytes": memory_bytes, "cache_tokens": 512}
         small = swarm.node("small", **stage)
         assert "memory for 5 of 16 experts a layer" in (await small.wait_for("experts"))["text"]
+        told = (await small.wait_for("machine"))["text"]
+        assert f"; its {format_bytes(memory_bytes)} hold 4 of 4 layers" in told, "as it was lent"
         await small.wait_for("ready")
         assert small.node._host is not None
         claimed = [one for one in small.node._host.decisions.about("0") if one.what.startswith("takes layers")]

@@ -37,6 +37,7 @@ class ExpertTier:
     `layer_bytes` are of a whole layer, `expert_bytes` of one expert, means over layers. `buffer_bytes` are of the readers. Beside a
     card `host_slots` experts of each layer are in the host's memory, and the CPU computes those that are not on it; 0: no card.
     If the tier `is_fixed`, the experts in its slots stay the same. `host_limit_bytes` of the host's memory were given for it.
+    A token also reads `other_bytes`, of layers without experts and of the head.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class ExpertTier:
     host_slots: int = 0
     is_fixed: bool = False
     host_limit_bytes: int = 0
+    other_bytes: int = 0
 
     @property
     def numbers_to_load(self) -> tuple[int, int]:
@@ -81,10 +83,11 @@ class ExpertTier:
     def token_s(
         self, memory_bytes_per_s: float, disk_bytes_per_s: float = DISK_BYTES_PER_S, host_bytes_per_s: float = math.inf
     ) -> float:
-        """Return the seconds that one token is expected to take in all these layers, at the speeds of memory, disk, and the host's
+        """Return the seconds that one token is expected to take in the whole model, at the speeds of memory, disk, and the host's
         memory beside a card, which computes at the same time."""
         used = self.active * (self.hits if self.host_slots else 1.0)  # experts that the device multiplies
-        here_s = self.layers * (self.layer_bytes - (self.experts - used) * self.expert_bytes) / memory_bytes_per_s
+        here_bytes = self.layers * (self.layer_bytes - (self.experts - used) * self.expert_bytes) + self.other_bytes
+        here_s = here_bytes / memory_bytes_per_s
         host_s = self.layers * (self.active - used) * self.expert_bytes / host_bytes_per_s
         return max(here_s, host_s) + self.missed_bytes / disk_bytes_per_s
 
@@ -132,7 +135,7 @@ def expert_tier(
     is_fixed: bool = False,
 ) -> tuple[ExpertTier, UnitSizes] | None:
     """Return the tier with the most experts in memory that lets `needed_units` layers fit into `limit_bytes`, wherever they lie,
-    and the sizes of the units with it; the smallest tier if not even that one does.
+    and the sizes of the units with it. If not even the smallest tier lets them, it is the one for as many layers as that tier lets.
 
     The smallest tier has room for the experts of one token. On a card, `host_bytes` of the host's memory are for its experts, and
     for readers. Returns None if the layers fit whole, if the host lacks room for the experts of one token, or if the model has no
@@ -157,12 +160,14 @@ def expert_tier(
             left[unit] -= sum(max(0, part.shape[0] - slots) * (part.nbytes // part.shape[0]) for part in parts)
         return replace(sizes, weight_bytes=tuple(left))
 
+    smallest = min(active, most)
+    held = min(needed_units, most_anywhere(with_slots(smallest), room_bytes, cache_tokens))
     fitting = (
         slots
-        for slots in range(most - 1, active, -1)
-        if most_anywhere(with_slots(slots), room_bytes, cache_tokens) >= needed_units
+        for slots in range(most - 1, smallest, -1)
+        if most_anywhere(with_slots(slots), room_bytes, cache_tokens) >= held
     )
-    slots = next(fitting, min(active, most))
+    slots = next(fitting, smallest) if held else smallest
     host_slots = 0
     if host_bytes is not None:  # beside as many layers as the card can hold
         held = most_anywhere(with_slots(slots), room_bytes, cache_tokens)
@@ -183,6 +188,8 @@ def expert_tier(
         host_slots=host_slots,
         is_fixed=is_fixed,
         host_limit_bytes=host_bytes or 0,
+        # of the embedding one row is read
+        other_bytes=sum(size for unit, size in enumerate(sizes.weight_bytes) if unit and unit not in stacks),
     )
     return tier, with_slots(slots)
 

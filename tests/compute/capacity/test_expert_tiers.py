@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.compute.capacity.capacity import limit_bytes_for, most_anywhere, unit_sizes, usable_bytes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, most_anywhere, unit_sizes
 from swarmnode.compute.capacity.expert_tiers import (
     ExpertTier,
     HostMemory,
@@ -77,21 +78,18 @@ def test_the_sentence_says_what_fits(limit_gb: int, needed: int) -> None:
     assert int(told[5]) == round(10 * expected_hits(slots, EXPERTS))
     assert sum(left.weight_bytes) == sum(sizes.weight_bytes) - LAYERS * (EXPERTS - slots) * EXPERT_BYTES
 
-    def need_bytes(count: int) -> int:
-        layers = min(needed, LAYERS) * (LAYER_BYTES - (EXPERTS - count) * EXPERT_BYTES)
-        return layers + (2 * END_BYTES if needed == UNITS else 0)
+    def held(count: int) -> int:
+        """Layers that fit anywhere, with so many experts in memory, of those that are needed."""
+        ends = END_BYTES, *[LAYER_BYTES - (EXPERTS - count) * EXPERT_BYTES] * LAYERS, END_BYTES
+        return min(needed, most_anywhere(replace(sizes, weight_bytes=ends), limit_bytes - buffer_bytes(), CACHE_TOKENS))
 
-    # As many experts as possible: one more would not fit
-    room_bytes = usable_bytes(limit_bytes - buffer_bytes())
-    assert ACTIVE <= slots < EXPERTS
-    assert need_bytes(slots) <= room_bytes or slots == ACTIVE
-    assert need_bytes(slots + 1) > room_bytes or slots == EXPERTS - 1
+    # As many experts as possible: with one more, fewer layers would fit
+    assert ACTIVE <= slots < EXPERTS and held(slots) == held(ACTIVE) > 0
+    assert held(slots + 1) < held(slots) or slots == EXPERTS - 1
     assert tier.facts()["slots"] == slots
     if needed == UNITS:
         whole = whole_model_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS)
-        assert whole == (tier if need_bytes(slots) <= room_bytes else None), (
-            "no machine is said to hold what it does not"
-        )
+        assert whole == (tier if held(slots) == UNITS else None), "no machine is said to hold what it does not"
 
 
 def test_a_layer_with_fewer_experts_keeps_them_all() -> None:
@@ -130,6 +128,8 @@ def test_a_token_waits_for_what_is_missing() -> None:
     missed = 10 * 4 * (1 - expected_hits(8, 32)) * 1e6
     assert tier.missed_bytes == pytest.approx(missed)
     assert tier.token_s(10e9, 1e9) == pytest.approx(10 * 6e6 / 10e9 + missed / 1e9)
+    with_head = replace(tier, other_bytes=40_000_000)
+    assert with_head.token_s(10e9, 1e9) == pytest.approx(tier.token_s(10e9, 1e9) + 40e6 / 10e9)
     assert expected_hits(32, 32) == expected_hits(40, 32) == 1.0
 
 
