@@ -396,4 +396,4 @@ def _text(address: bytes) -> str:
 
 def _reason(answer: Any) -> str:
     text: str = answer.error.msg
-    return text.partition("\n")[0]
+    return text.partition("\n")[0].replace("failed to dial: failed to dial", "failed to dial")  # libp2p says it twice
