@@ -247,7 +247,8 @@ def from_model(
 
 
 def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
-    """Return the model that `from_model` or `from_module` would found a swarm on, without writing its weights, and its task.
+    """Return the model that `from_model`, `from_module` or, for a config without weights, `from_config` would found a swarm on,
+    without writing its weights, and its task.
 
     The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. The config of a
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
@@ -256,6 +257,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     from swarmnode.compute.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.compute.graph.exporting.module_export import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
+    from swarmnode.compute.model.fresh import FreshCheckpoint, config_alone
     from swarmnode.compute.model.hub import find_on_hub
     from swarmnode.founding import graph_source
 
@@ -270,6 +272,8 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
         )
     if (":" in model or model.endswith(PROGRAM_SUFFIX)) and not Path(model).is_dir():
         return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
+    if (alone := config_alone(path)) is not None:
+        return FreshCheckpoint(alone), GENERATE
     checkpoint = open_checkpoint(model)
     task = _task_of(checkpoint)
     if task != GENERATE:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,29 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
     assert "Not one layer" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])  # of these only llama unties its head
+def test_a_config_alone_has_the_sizes_of_the_weights_to_come(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, tie_word_embeddings=kind != "llama",
+        **({"moe_intermediate_size": 32, "num_experts": 4} if kind == "qwen3_moe" else {}),
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "whole")
+    (tmp_path / "alone").mkdir()
+    shutil.copyfile(tmp_path / "whole" / "config.json", tmp_path / "alone" / "config.json")
+    asked = ("fit", str(tmp_path / "whole"), str(tmp_path / "alone" / "config.json"), "--device", "cpu", "--json")
+    for options in ((), ("--train",)):
+        told = json.loads(invoke(*asked, *options).stdout)
+        # The memory of other optimisers depends on shapes; a file has a matrix for each expert, a model one tensor.
+        rows = [row for row in told if not options or row["precision"].startswith(("adamw,", "sgd", "lion"))]
+        sizes = [{name: row[name] for name in ("precision", "bytes", "units", "max_model_len")} for row in rows]
+        half = len(rows) // 2
+        assert half == 3 and sizes[:half] == sizes[half:]
+        assert ["has no weights" in row["advice"] for row in rows] == [False] * half + [True] * half
+    (tmp_path / "alone" / "pytorch_model.bin").touch()
+    assert_clear(invoke(*asked[:1], str(tmp_path / "alone")), 1, "pickles")
 
 
 def test_a_mixture_for_several_machines_is_told_about_groups(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def fit(
     *,
     models: list[str] = argument(
         None,
-        "Checkpoints (folders, GGUF files or hub ids), or modules as for `create --module`; default: as with --measure.",
+        "Checkpoints (folders, GGUF files or hub ids), configs, or modules as for `create --module`; default: as with --measure.",
         typed=list[str],
         metavar="[MODEL…]",
     ),
@@ -238,9 +238,10 @@ def fit(
 ) -> None:
     """Show how much of a model fits here, and how fast it is.
 
-    It shows each precision, and how many machines like this the model needs. Only the config and the headers are read. `packed`
-    keeps the weights of a GGUF file as they are. The speed is that of one conversation, or of short texts or samples one after
-    another, estimated from how fast this machine reads its memory.
+    It shows each precision, and how many machines like this the model needs. Only the config and the headers are read. For a model
+    that is to be trained from random weights, a config is enough. `packed` keeps the weights of a GGUF file as they are. The speed
+    is that of one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its
+    memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
 
@@ -320,6 +321,7 @@ def _rows(
     from swarmnode.compute.capacity.capacity import most_anywhere
     from swarmnode.compute.capacity.expert_tiers import disk_advice, on_one_machine
     from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.compute.model.fresh import FreshCheckpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
     from swarmnode.measuring.hardware import packed_advice
@@ -332,8 +334,8 @@ def _rows(
     rate = measure_read_rate(device)
     trains = kv is None
     host = None if trains else host_memory(device, measured=True)
-    advice = ""
-    if isinstance(source, Checkpoint) and not trains:
+    advice = f"{model} has no weights: sizes follow from its config" if isinstance(source, FreshCheckpoint) else ""
+    if isinstance(source, Checkpoint) and not trains and not advice:
         dtype = torch.float32 if device.kind == "cpu" else device.dtype_for(source.dtype)
         advice = packed_advice([device], source, StageConfig(), dtype)
     for precision, sizes in _optimizers(source) if kv is None else _precisions(source, device, kv):

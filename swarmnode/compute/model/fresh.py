@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, load_config
 from swarmnode.compute.model.family import OTHER_MEDIA, Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import CONFIG_KEY, Bottleneck, add_projections, begin_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
+from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {
@@ -42,6 +43,7 @@ TINY_SIZES = {
     **dict.fromkeys(("mamba_chunk_size", "block_size"), 4),
 }
 TINY_LAYERS = 4
+WEIGHT_SUFFIXES = ("safetensors", "bin", "gguf")  # of files with weights, and of their indices
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_blocks", "n_layer", "num_decoder_layers", "num_encoder_layers")
 LAYER_KINDS = ("layer_types", "layers_block_type")
 FACTORS = {"long_factor", "short_factor"}
@@ -238,6 +240,33 @@ def write_fresh_model(config: Path, out: Path, seed: int, bottleneck: Bottleneck
         begin_projections(layers)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(out)
+
+
+def config_alone(path: Path) -> Path | None:
+    """Return the folder of a config without weights (`path`, or the folder of a config.json); None if there are weights, or no
+    config."""
+    folder = path.parent if path.name == CONFIG_FILE else path
+    has_weights = any(any(folder.glob(f"*.{end}*")) for end in WEIGHT_SUFFIXES)
+    return folder if (folder / CONFIG_FILE).is_file() and not has_weights else None
+
+
+class FreshCheckpoint(Checkpoint):
+    """Tensors of the weights that `write_fresh_model` would write for the config in `folder`, in the dtype that the config names.
+    They are nowhere yet. Raises CheckpointError if the config is invalid or its model cannot be split."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        with torch.device("meta"):
+            model = fresh_model(self.config, 0)
+            add_projections(dict(enumerate(model.get_submodule(family_of(self.config).stack_name))), self.config)
+        dtype = getattr(self.config, "dtype", None) or torch.float32
+        saved, width = {torch.bfloat16: ("BF16", 2), torch.float16: ("F16", 2)}.get(dtype, ("F32", 4))
+        tensors = model.state_dict(keep_vars=True)
+        names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # of tied tensors the first is saved
+        self.entries = {
+            name: TensorEntry(folder, saved, tuple(tensors[name].shape), 0, tensors[name].numel() * width)
+            for name in names.values()
+        }
 
 
 @lean()
