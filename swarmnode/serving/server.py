@@ -86,6 +86,7 @@ class StageServer:
 
     def __post_init__(self) -> None:
         self.draining = False
+        self.is_behind: Callable[[], bool] = lambda: False  # the weights are not yet those that the swarm has learnt
         self._tasks = Tasks("stage server", on_crash=None)
         self._sessions: dict[bytes, StageSession] = {}
         self.adapters.end_sessions = self._end_adapter
@@ -417,10 +418,12 @@ class StageServer:
         half-way.
 
         `beside` is a session whose pipeline is preferred. Raises ProtocolError if the session never fits or this node
-        leaves, Busy if it does not fit now.
+        leaves, Busy if it does not fit now or the weights are not here yet.
         """
         if self.draining:
             raise ProtocolError("this node pauses or leaves", code=ErrorCode.DRAINING)
+        if self.is_behind():
+            raise Busy("this node is still catching up with the training", retry_s=self.config.retry_s)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
             raise ProtocolError(

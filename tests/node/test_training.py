@@ -22,7 +22,7 @@ from swarmnode.training.worker import training_worker
 from swarmnode.training.worker.stage_state import StageState
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.training_results import assert_same_curve, assert_same_parameters, losses_of_one_process, save_gpt2
 
 DATA = Path(typing.__file__)
@@ -185,6 +185,27 @@ async def test_a_swarm_killed_whole_goes_on_where_it_was(
         assert_same_curve({**before.losses, **after.losses}, alone, steps=STEPS)
         for step in before.losses.keys() & after.losses.keys():
             assert after.losses[step] == pytest.approx(before.losses[step], rel=1e-5)
+
+
+@in_virtual_time
+async def test_a_swarm_that_starts_again_never_writes_with_the_founders_weights(
+    founded: Founded, tmp_path: Path
+) -> None:
+    """Its nodes are ready before a coordinator has led them back to the last step: texts wait until then."""
+
+    async def write() -> list[int]:
+        async with school.client() as client:
+            await sees_ready(client, len(SPANS))
+            return (await client.generate(list(b"import "), max_new_tokens=20, temperature=1.0, seed=1)).ids
+
+    async with school_of(founded, tmp_path) as school:
+        await school.start_all(SPANS)
+        as_founded = await write()
+        assert await school.trainer("trainer", DATA, SETTINGS).finish() == STEPS
+        learnt = await write()
+        await school.stop(SPANS)
+        await school.start_all(SPANS)
+        assert await write() == learnt != as_founded
 
 
 @in_virtual_time

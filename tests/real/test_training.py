@@ -133,3 +133,7 @@ def test_a_swarm_trains_as_one_process_though_a_replica_is_killed_serves_and_is_
     assert_same_curve(read_log(school.log("trainer")), alone, steps=STEPS)
     assert min(line["peers"] for line in read_lines(school.log("trainer"))) < len(school.nodes), "a replica was lost"
     assert_same_parameters(school, list(school.nodes), spans=len(SPANS))
+
+    for span in SPANS:
+        school.start(f"{span}-b", span).wait_for("ready")
+    assert json.loads(local.command("generate", *asked))["ids"] == generated, "also after a restart, with nothing to train"

@@ -107,11 +107,16 @@ class Restoration:
         holding = [peer for peer in self._host.directory.peers().values() if peer.life in HOLDING]
         return any(not any(peer.holds(unit) for peer in holding) for unit in range(self._units))
 
-    def _is_needed(self) -> bool:
-        """Return whether the swarm has trained already and only this node holds some layer of the stage."""
+    @property
+    def has_trained(self) -> bool:
+        """Whether the swarm has trained already: this stage, or a peer that is ready."""
         announced = self._host.directory.peers()
         ready = (announced[peer] for peer in self._others() if announced[peer].life is State.READY)
-        return (self._stage.state.step > 0 or any(peer.training_step > 0 for peer in ready)) and self.is_last
+        return self._stage.state.step > 0 or any(peer.training_step > 0 for peer in ready)
+
+    def _is_needed(self) -> bool:
+        """Return whether the swarm has trained already and only this node holds some layer of the stage."""
+        return self.has_trained and self.is_last
 
     async def _bring(self) -> None:
         try:
@@ -173,6 +178,8 @@ class TrainingWorker(Stage):
         self._capabilities = dict(zip(self.training.parts, self.capabilities, strict=True))
         self._backups = BackupSender(self.host, lambda: self.checkpoint_manager.store, self.hardware.config.min_holders)
         self._restoration = Restoration(self.host, self.training, self.checkpoint_manager, self.units)
+        if self.serving is not None:
+            self.serving.server.is_behind = lambda: self.is_behind
         clock = self.host.clock.monotonic
         self._election = CoordinatorElection(
             self.host.directory,
@@ -234,6 +241,14 @@ class TrainingWorker(Stage):
         (`plan/training/training_placement.py`).
         """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the swarm has trained, by the states on this disk or by what peers announce, and this stage has no state of it:
+        it would write texts with the founder's weights."""
+        if self.training.state.condition == Condition.READY:
+            return False
+        return bool(self.checkpoint_manager.stored_steps()) or self._restoration.has_trained
 
     async def settled(self) -> None:
         """Wait until an averaging under way is committed, as `TrainingStage.settled`."""

@@ -103,6 +103,21 @@ def test_what_takes_little_time_is_tried_as_a_whole() -> None:
     assert tried == [Span(1, 3)]
 
 
+def test_nothing_is_tried_behind_the_last_step() -> None:
+    """A node that loads the end of a run would have no microbatch for it."""
+    tried: list[int] = []
+
+    def dummy_run(one: Learner, _start: int, _end: int) -> float:
+        tried.append(one.step)
+        return 0.6
+
+    small = [UnitEstimate(ComputeWork(), ComputeWork(), 0, 0, 0)] * 3
+    node, steps = estimator(lambda _run: small, dummy_run), range(RUN.steps + 1)
+    for step in steps:
+        assert node.unit_s(Learner(ToySegment(0, 3), RUN, step=step)) == pytest.approx(0.2 if step < RUN.steps else 0.0)
+    assert tried == [*steps][:-1]
+
+
 def test_of_units_that_are_estimated_alike_one_is_tried() -> None:
     tried: list[Span] = []
 
