@@ -9,6 +9,8 @@ whatever else a pass computes.
   with 512 columns or more is the exception: its columns are shared out among the threads. So no row is ever alone here.
 - torch computes sigmoid, SiLU and the like with vectors, and the last elements of each thread's share one by one, with another
   rounding. `SameBits` cuts tensors so that each share is made of whole vectors.
+- Routers and adapters are plain matrices, whose products have other sums for one to three rows than for more. `SameBits` gives
+  these products rows within bounds (`equal_bits/equal_rows.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from swarmnode.compute.model.equal_bits.equal_rows import linear_in_equal_rows
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import check_attention
 from swarmnode.compute.packing.ggml import DATA_AT, FORMATS, SIZES_AT, STRIDES_AT, address_at, library, numbers_at
@@ -50,6 +53,7 @@ IN_VECTORS = frozenset(
     }
 )
 """Functions of each element whose last bits depend on whether torch computes it in a vector or alone"""
+PLAIN_MATRICES = frozenset({Tensor, nn.Parameter})
 ALONE, SHARE = 1 << 14, 1 << 15
 """Elements that one thread takes, and elements of each thread from which on all take part, in torch"""
 
@@ -261,14 +265,23 @@ def attends_by_position(model: Any) -> bool:
 
 
 class SameBits(TorchFunctionMode):
-    """Mode in which torch's functions `IN_VECTORS` give an element the same bits in tensors of any shape, with any threads."""
+    """Mode in which torch's functions `IN_VECTORS` give an element the same bits in tensors of any shape, with any threads. If it
+    `multiplies`, products with plain matrices on the CPU, as of routers and adapters, give a row the same bits among any others."""
+
+    def __init__(self, *, multiplies: bool = True) -> None:
+        super().__init__()
+        self._linear = functional.linear if multiplies else None
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
         is_lowered = library() is not None and hasattr(threads().recorder, "attention")  # to a graph of ggml
-        if function not in IN_VECTORS or not args or torch.is_grad_enabled() or is_lowered:
+        if torch.is_grad_enabled() or is_lowered or not args:
+            return function(*args, **given)
+        if function is self._linear and type(args[1]) in PLAIN_MATRICES and args[1].device.type == "cpu":
+            return linear_in_equal_rows(*args, **given)
+        if function not in IN_VECTORS:
             return function(*args, **given)
         original = x = args[0]
         others = args[1:]

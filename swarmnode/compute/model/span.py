@@ -319,7 +319,8 @@ class ModelSpan:
         positions: list[int] | None = None
         if self.has_equal_rows and cache is not None and position_ids is not None:
             positions = position_ids[:, 0].tolist()
-        with SameBits() if self.has_same_bits else contextlib.nullcontext(), positions_of_rows(positions):
+        same_bits = SameBits(multiplies=not self.has_equal_rows) if self.has_same_bits else contextlib.nullcontext()
+        with same_bits, positions_of_rows(positions):
             if self.family.calls is not None:
                 inputs = {name: value for name, value in inputs.items() if name not in ("inputs_embeds", "input_ids")}
                 # Layers fill their caches also if no logits are wanted.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -102,6 +102,20 @@ def test_a_row_of_an_activation_function_has_the_same_bits_in_any_company(
             assert torch.equal(function(apart), alone)
         set_threads(1)
         torch.testing.assert_close(alone, function(x_RI.clone()))
+
+
+@pytest.mark.parametrize("shape", [(32, 256), (8, 1024), (16, 576), (576, 16), (1, 64)])
+def test_a_plain_product_gives_a_row_the_same_bits_in_any_company(shape: tuple[int, int]) -> None:
+    """As of a router, and of an adapter's two matrices."""
+    random = torch.Generator().manual_seed(1)
+    weight_OI = nn.Parameter(torch.randn(*shape, generator=random))
+    x_RI = torch.randn(170, shape[1], generator=random)
+    with torch.inference_mode(), SameBits():
+        whole = functional.linear(x_RI, weight_OI)
+        for rows in (1, 2, 3, 5, 40):
+            parts = [functional.linear(part[None], weight_OI)[0] for part in x_RI.split(rows)]
+            assert torch.equal(torch.cat(parts), whole), rows
+    torch.testing.assert_close(whole, functional.linear(x_RI, weight_OI.detach()))
 
 
 def test_a_mask_of_a_pass_of_training_is_read_in_its_own_dtype() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.config import FAST, INT8_KV, PLAIN
 from swarmnode.founding.model_source import from_checkpoint
-from tests.compute.model.llama_gguf import save_llama_gguf
+from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
 
 LAYERS, HEADS, DIM = range(1, 3), 2, 16
 ROUNDED = 2e-5  # of the logits: sums in another order, as without 8 bits
@@ -262,10 +263,13 @@ def test_a_text_is_the_same_in_any_company_and_after_a_replay(whole: ModelSpan, 
 
 
 @pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
-def test_fast_products_give_the_same_bits(tmp_path: Path, set_threads: Callable[[int], None]) -> None:
-    """They add in one order in any company, so no value tips over."""
+@pytest.mark.parametrize("save", [save_llama_gguf, partial(save_moe_gguf, experts=32, width=4, used=4)])
+def test_fast_products_give_the_same_bits(
+    save: Callable[..., None], tmp_path: Path, set_threads: Callable[[int], None]
+) -> None:
+    """They add in one order in any company, so no value tips over. A mixture's routers are plain matrices."""
     file, folder = tmp_path / "tiny.gguf", tmp_path / "packed"
-    save_llama_gguf(file, form="Q4_0")
+    save(file, form="Q4_0")
     from_checkpoint(str(file), folder, packs=True)
     checkpoint = Checkpoint(folder)
     span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products=FAST)

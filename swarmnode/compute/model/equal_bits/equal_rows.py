@@ -50,8 +50,10 @@ class Bounds(NamedTuple):
 
 BOUNDS = (Bounds(16, 1024), Bounds(16, 256), Bounds(48, 512), Bounds(48, 256), Bounds(48, 128), Bounds(16, 32))
 """Bounds in the order of their costs, as measured with AVX-512 and AMX for one row and for 512"""
+SMALL = 1 << 20  # elements of a matrix whose product takes no longer than filling up its rows
+FEW = Bounds(4, 1024)  # of small matrices, tried first
 TRIED = (
-    *(17, 24, 31, 32, 33, 36, 37, 49, 63, 64, 65, 97, 128),
+    *(5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 24, 31, 32, 33, 36, 37, 49, 63, 64, 65, 97, 128),
     *(129, 160, 183, 192, 256, 300, 352, 364, 442, 507, 512, 573, 700, 1024),
 )
 """Numbers of rows of a trial"""
@@ -158,10 +160,7 @@ def give_equal_rows(model: Any) -> None:
     for name, linear in [each for each in model.named_modules() if type(each[1]) is nn.Linear]:
         takes_blocks = linear.weight.dtype != torch.float32 and owners[id(linear.weight)] == 1 and OneDnnLinear.works()
         blocks = OneDnnLinear(linear.weight, linear.bias) if takes_blocks else None
-        key = linear.weight.dtype, linear.weight.shape, takes_blocks, torch.get_num_threads()
-        if key not in _found:
-            _found[key] = _find_bounds(linear.weight, in_blocks=takes_blocks)
-        bounds = _found[key]
+        bounds = _bounds_of(linear.weight, in_blocks=takes_blocks)
         if bounds is None:
             raise LocalError(
                 f"--equal-bits: on this machine the bits of {name} depend on the number of rows; leave it out, or try --threads 1"
@@ -179,6 +178,26 @@ def has_equal_rows(model: Any) -> bool:
     return getattr(model.config, "_attn_implementation", "") == EQUAL_ROWS
 
 
+def linear_in_equal_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return the product (..., O) of x (..., I) with a plain matrix, in which a row has the same bits among any others: between bounds,
+    or, if this machine has none for the matrix, row by row."""
+    bounds = _bounds_of(weight_OI, in_blocks=False) or Bounds(1, 1)
+    rows = x.numel() // x.shape[-1]
+    if rows < bounds.least:
+        filled_RI = x.new_zeros((bounds.least, x.shape[-1]))
+        filled_RI[:rows] = x.reshape(rows, -1)
+        return functional.linear(filled_RI, weight_OI, bias_O)[:rows].view(*x.shape[:-1], -1)
+    return _within(lambda x_RI: functional.linear(x_RI, weight_OI, bias_O), x, bounds)
+
+
+def _bounds_of(weight_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
+    """Return the bounds of products with a matrix of this shape and dtype, by one trial for each number of threads."""
+    key = weight_OI.dtype, weight_OI.shape, in_blocks, torch.get_num_threads()
+    if key not in _found:
+        _found[key] = _find_bounds(weight_OI, in_blocks=in_blocks)
+    return _found[key]
+
+
 def _find_bounds(like_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
     """Return the first bounds between which products with a matrix of this shape keep the order of their sums; None if there are
     none.
@@ -190,7 +209,7 @@ def _find_bounds(like_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
     ones_OI = torch.ones_like(like_OI)
     product = OneDnnLinear(ones_OI, None).multiply if in_blocks else lambda x: functional.linear(x, ones_OI)
     draw = torch.Generator().manual_seed(1)
-    for least, most in BOUNDS:
+    for least, most in (FEW, *BOUNDS) if like_OI.numel() <= SMALL and not in_blocks else BOUNDS:
         tried = Bounds(least, most if like_OI.numel() < LARGE else min(most, 128))
         x_RI = torch.ones(tried.most, inputs)
         for row in x_RI if inputs > 1 else ():
