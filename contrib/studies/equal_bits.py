@@ -90,7 +90,8 @@ def main() -> None:
             for slots in dict.fromkeys((0, options.slots))
         }
         if options.model is not None:
-            ids_N = torch.randint(100, 2000, (options.tokens,), generator=torch.Generator().manual_seed(0))
+            most = min(2000, checkpoint.config.vocab_size)
+            ids_N = torch.randint(most // 20, most, (options.tokens,), generator=torch.Generator().manual_seed(0))
         else:
             tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
             pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))

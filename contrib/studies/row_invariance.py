@@ -33,7 +33,7 @@ def ways(weight_OI: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the ways of multiplying with a matrix that work here, by name."""
     dtype = weight_OI.dtype
     found = {product.__name__: product for product in (USUAL, *OTHERS[dtype])}
-    forms = {form.__name__: form(weight_OI, None) for form in FORMS[dtype] if form.works()}
+    forms = {form.__name__: form(weight_OI, None) for form in FORMS[dtype] if form.works(dtype)}
     plain = {name: lambda x, product=product: product(x, weight_OI, None) for name, product in found.items()}
     return {**plain, **forms}
 

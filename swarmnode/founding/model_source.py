@@ -247,8 +247,7 @@ def from_model(
 
 
 def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
-    """Return the model that `from_model`, `from_module` or, for a config without weights, `from_config` would found a swarm on,
-    without writing its weights, and its task.
+    """Return the model that a swarm would be founded on, also of a config alone, without writing its weights, and its task.
 
     The model is a graph that is cut into units, or, if it generates text, its checkpoint with config and headers. The config of a
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
@@ -432,7 +431,7 @@ def from_config(
     served. Raises UsageError if there is no config, CheckpointError if its family cannot be split, LocalError if the disk
     fails.
     """
-    from swarmnode.compute.model.family import family_of, trains_whole
+    from swarmnode.compute.model.family import check_trains_at_layers, family_of, trains_whole
     from swarmnode.compute.model.fresh import write_fresh_model
     from swarmnode.compute.serving.loading import check_family
     from swarmnode.founding.graph_source import write_language_graph
@@ -452,7 +451,8 @@ def from_config(
         )
     narrow = None if bottleneck is None else _bottleneck(described, bottleneck, stage_layers, anchor)
     if not whole:
-        check_family(family_of(described))
+        check_trains_at_layers(family := family_of(described))
+        check_family(family)
     with new_folder(out, force=force) as partial:
         made = write_language_graph(described, partial, seed) if whole else None
         if made is None:
@@ -472,7 +472,8 @@ def _bottleneck(config: Any, rank: int, stage_layers: int | None, anchor: int | 
     layers = -(-config.num_hidden_layers // STAGES) if stage_layers is None else stage_layers
     bottleneck = Bottleneck(rank, layers, int(config.hidden_size) if anchor is None and rank > 0 else anchor or 0)
     if fault := bottleneck.fault(config):
-        raise UsageError(f"--bottleneck: {fault}")
+        option = {"stages": "stage-layers", "anchors": "anchor"}.get(fault.split()[0], "bottleneck")
+        raise UsageError(f"--{option}: {fault}")
     return bottleneck
 
 

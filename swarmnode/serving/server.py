@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 

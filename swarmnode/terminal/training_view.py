@@ -340,18 +340,24 @@ def waiting_text(why: str, missing: tuple[int, ...]) -> str:
 
 
 def _log_sink(stack: contextlib.ExitStack[bool | None], log: Path) -> Sink:
-    """Return a sink that appends each step to `log` as a line of JSON. Raises LocalError if the file cannot be written."""
+    """Return a sink that appends each step to `log` as a line of JSON. What the file holds stays until step 0 is written. Raises
+    LocalError if the file cannot be written."""
+    is_first = True
 
     def unwritable(error: OSError) -> LocalError:
         return LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file")
 
     try:
-        file = log.open("w", encoding="utf-8")
+        file = log.open("a", encoding="utf-8")
     except OSError as error:
         raise unwritable(error) from None
 
     def write(step: dict[str, Any]) -> None:
+        nonlocal is_first
         try:
+            if is_first and step["step"] == 0:  # else a training that goes on
+                file.truncate(0)
+            is_first = False
             file.write(json.dumps(step) + "\n")
             file.flush()
         except OSError as error:

@@ -184,7 +184,7 @@ def test_a_mixture_for_several_machines_is_told_about_groups(tmp_path: Path) -> 
     row = json.loads(invoke(*asked, "--json").stdout)[0]
     group = row["expert_group"]
     assert row["machines"] > 1 and not group["group"]
-    assert group["alone_s"] is None, "plain weights do not lie on the disk of one machine"
+    assert group["alone_s"] is None, "what one machine does with its disk is told by itself"
     ratio = group["group_s"] / min(group[name] for name in ("pipeline_s", "alone_s") if group[name])
     assert (
         f"{row['machines']} machines 5 ms apart: no group; " in group["says"] and f"{ratio:.3g} times" in group["says"]

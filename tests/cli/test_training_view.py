@@ -39,6 +39,12 @@ def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest
         view.step(report(1))
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
     told = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    for step, kept in ((2, [0, 1, 2]), (0, [0])):  # a training that goes on, and another one
+        with training_view(as_json=True, log=log) as view:
+            assert log.read_text(), "nothing is lost before a step is written"
+            view.begun(RUN, DATA)
+            view.step(report(step))
+        assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == kept
     assert [line.get("step") for line in told] == [0, None, 1]
     assert told[1] == {"event": "waiting", "missing": [3], "why": "unit 3"}
 

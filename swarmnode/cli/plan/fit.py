@@ -344,9 +344,6 @@ def _rows(
         if isinstance(source, Checkpoint) and not trains and device.kind == "cpu":
             advice = advice or disk_advice(source, sizes, room_bytes, CACHE_TOKENS, len(sizes.weight_bytes))
         fitted = plan.fit(_read_bytes(source, sizes), fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
-        on_disk = None
-        if precision == PACKED and isinstance(source, Checkpoint) and (host is not None or device.kind == "cpu"):
-            on_disk = on_one_machine(source, sizes, room_bytes, CACHE_TOKENS, rate, host)
         yield {
             "model": model,
             "task": task,
@@ -359,10 +356,10 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
-            "experts": on_disk,
-            "expert_group": None
-            if trains
-            else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s, uses_disk=on_disk is not None),
+            "experts": on_one_machine(source, sizes, room_bytes, CACHE_TOKENS, rate, host)
+            if precision == PACKED and isinstance(source, Checkpoint) and (host is not None or device.kind == "cpu")
+            else None,
+            "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
             "between_stages": _between_stages(source)
             if trains and isinstance(source, Checkpoint) and source.family.bottleneck is None
             else None,
@@ -383,22 +380,13 @@ def _read_bytes(source: Checkpoint | Graph, sizes: UnitSizes) -> Sequence[float]
 
 
 def _expert_group(
-    source: Checkpoint | Graph,
-    sizes: UnitSizes,
-    fitted: ModelFit | None,
-    rate: float,
-    room_bytes: int,
-    rtt_s: float,
-    *,
-    uses_disk: bool,
+    source: Checkpoint | Graph, sizes: UnitSizes, fitted: ModelFit | None, rate: float, room_bytes: int, rtt_s: float
 ) -> dict[str, object] | None:
-    """Compare decoding by a group of machines like this one that share each layer's experts with decoding by a pipeline of them,
-    and by each alone if it `uses_disk` for the experts that do not fit.
+    """Compare decoding by a group of machines like this one that share each layer's experts with decoding by a pipeline of them.
 
     Returns None unless the model is a mixture that needs several machines. Raises UsageError if its config contradicts itself.
     """
     from swarmnode.compute.capacity.capacity import usable_bytes
-    from swarmnode.compute.capacity.expert_tiers import DISK_BYTES_PER_S
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.plan.expert_groups import (
         MESSAGE_S,
@@ -417,7 +405,7 @@ def _expert_group(
     mixture = model.mixture(sum(sizes.weight_bytes) / sum(model.parameters))
     if mixture is None:
         return None
-    machine = GroupMachine(0.0, rate, usable_bytes(room_bytes), DISK_BYTES_PER_S if uses_disk else 0.0)
+    machine = GroupMachine(0.0, rate, usable_bytes(room_bytes))  # that of one with a disk is told by itself
     network = GroupNetwork(fitted.machines, LinkCost(rtt_s / 2, MESSAGE_S, 0.0))
     return compare(mixture, machine, network, GroupWork(WorkKind.DECODING, 1)).summary()
 

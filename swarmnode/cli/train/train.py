@@ -109,7 +109,7 @@ def train(
     data, rules = source.path, source.rules(schedule.steps)
     averaging, compressed = averages.averaging(robust=robust), compression.compression()
     settings = Run(data=NO_DATA, averaging=averaging, compression=compressed, recipe=recipe, **schedule.fields())
-    check_early(data, settings)
+    check_early(data, settings, records.log)
     known = open_swarm(swarm, home)
     if known.manifest is not None:
         check_trains(known.manifest)

@@ -193,7 +193,7 @@ def tune(
         eval_patience=source.eval_patience,
     )
     settings.check()
-    check_early(settings.data, settings.run)
+    check_early(settings.data, settings.run, records.log)
     place_of = _Place(open_swarm(swarm, home), metrics.watch(home, as_json=records.as_json), trust, patience, alone)
     with training_view(as_json=records.as_json, log=records.log, tensorboard=records.tensorboard) as view:
         done = _run(settings, place_of, view)

@@ -123,9 +123,9 @@ def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Ru
     return found
 
 
-def check_early(data: Path, settings: Run) -> None:
-    """Run the checks that need no swarm. Raises UsageError if the data cannot be read or the settings are not
-    valid."""
+def check_early(data: Path, settings: Run, log: Path | None = None) -> None:
+    """Run the checks that need no swarm. Raises UsageError if the data cannot be read, the settings are not valid, or the `log` of
+    steps would overwrite the data."""
     is_folder = data.is_dir()
     if not is_folder and not data.is_file():
         raise UsageError(f"{data}: no such file or folder; check its name")
@@ -133,6 +133,8 @@ def check_early(data: Path, settings: Run) -> None:
         raise UsageError(f"{data} cannot be read: Permission denied; change its permissions")
     if not (any(data.iterdir()) if is_folder else data.stat().st_size):
         raise UsageError(f"{data} is empty: there is nothing to train on; give data with samples")
+    if log is not None and log.exists() and log.samefile(data):
+        raise UsageError(f"--log {log}: these are the data of the training; choose another file")
     check_run(_with(settings, settings.sequence, settings.microbatch or 1))
 
 
@@ -185,8 +187,10 @@ def _read_language(
     own: Tokenizer | None, folder: Path, config: Any, sequence: int, rules: DataRules, data: Path, *, begins: bool
 ) -> Batches:
     """Read text or samples for a language model. `begins`: each document of a text begins with the tokenizer's first token, if it
-    has one. Raises UsageError if they do not fit the model, or if samples are given to a model without a tokenizer."""
-    kind = sample_kind(data)
+    has one. Raises UsageError if they do not fit the model, or if samples of text are given to a model without a tokenizer."""
+    kind, pack = sample_kind(data), rules.packs and can_pack(config, sequence)
+    if kind == ARRAYS:  # of token ids
+        return SampleBatches(make_rows(read_arrays(data, sequence), sequence, pack=pack), config.vocab_size)
     if own is None:
         if kind != TEXT:
             raise UsageError(
@@ -199,9 +203,6 @@ def _read_language(
         text = token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
         text.notes = _passed_over_note(passed_over(data))
         return text
-    pack = rules.packs and can_pack(config, sequence)
-    if kind == ARRAYS:
-        return SampleBatches(make_rows(read_arrays(data, sequence), sequence, pack=pack), config.vocab_size)
     notes, first = DataNotes(), list[str]()
     samples = read_samples(data, own, rules.loss, notes)
     stops = stop_ids(folder, own)

@@ -138,8 +138,8 @@ def expert_tier(
     and the sizes of the units with it. If not even the smallest tier lets them, it is the one for as many layers as that tier lets.
 
     The smallest tier has room for the experts of one token. On a card, `host_bytes` of the host's memory are for its experts, and
-    for readers. Returns None if the layers fit whole, if the host lacks room for the experts of one token, or if the model has no
-    experts that are stacked in a GGUF file.
+    for readers. Returns None if the layers fit whole, if no tier lets more layers fit than that, if the host lacks room for the
+    experts of one token, or if the model has no experts that are stacked in a GGUF file.
     """
     stacks: dict[int, list[TensorEntry]] = {}
     for name, entry in checkpoint.entries.items():
@@ -147,7 +147,8 @@ def expert_tier(
         if len(units) == 1:
             stacks.setdefault(units[0], []).append(entry)
     active = active_experts(checkpoint.config)
-    if not stacks or not active or most_anywhere(sizes, limit_bytes, cache_tokens) >= needed_units:
+    whole = most_anywhere(sizes, limit_bytes, cache_tokens)
+    if not stacks or not active or whole >= needed_units:
         return None
     matrices = [part.nbytes // part.shape[0] for parts in stacks.values() for part in parts]
     readers_bytes = buffer_bytes()
@@ -162,6 +163,8 @@ def expert_tier(
 
     smallest = min(active, most)
     held = min(needed_units, most_anywhere(with_slots(smallest), room_bytes, cache_tokens))
+    if 0 < held <= whole:  # the tier would hold no more layers
+        return None
     fitting = (
         slots
         for slots in range(most - 1, smallest, -1)

@@ -56,8 +56,9 @@ class PackedLinear(nn.Module):
         self.bias = bias_O
 
     @staticmethod
-    def works() -> bool:
-        """Return whether this build of torch supports the form. Raises NotImplementedError if a subclass does not define it."""
+    def works(dtype: torch.dtype) -> bool:
+        """Return whether this build of torch and this CPU support the form for weights of this dtype. Raises NotImplementedError if a
+        subclass does not define it."""
         raise NotImplementedError
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class FbgemmLinear(PackedLinear):
         self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight_OI.float().mul_(2.0**exponent), None)
 
     @staticmethod
-    def works() -> bool:
+    def works(_dtype: torch.dtype) -> bool:
         """Return whether this build of torch has FBGEMM."""
         return "fbgemm" in torch.backends.quantized.supported_engines
 
@@ -125,10 +126,10 @@ class OneDnnLinear(PackedLinear):
         self._packed: Any = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), FEW_ROWS)
 
     @staticmethod
-    def works() -> bool:
-        """Return whether this build of torch has oneDNN, and this CPU its instructions for half precision."""
+    def works(dtype: torch.dtype) -> bool:
+        """Return whether this build of torch has oneDNN, and this CPU its instructions for this half precision."""
         try:
-            OneDnnLinear(torch.zeros(16, 16, dtype=torch.bfloat16), None)(torch.zeros(1, 16, dtype=torch.bfloat16))
+            OneDnnLinear(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
         except (RuntimeError, AttributeError):
             return False
         return True
@@ -159,7 +160,7 @@ class BlockedLinear(PackedLinear):
         self._blocks_NIB, self._rest_OI = blocks_NIB.contiguous(), rest_OI.clone()
 
     @staticmethod
-    def works() -> bool:
+    def works(_dtype: torch.dtype) -> bool:
         """Return whether torch uses AVX2 on this CPU, and nothing newer."""
         return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
@@ -464,7 +465,7 @@ def _forms_to_pack(
 
     All weights are of one dtype.
     """
-    forms = [form for form in FORMS[weights[0].dtype] if form.works()] if weights else []
+    forms = [form for form in FORMS[weights[0].dtype] if form.works(weights[0].dtype)] if weights else []
     if not forms:  # no matrices are made up just to be timed
         return dict.fromkeys(weight.shape for weight in weights)
     best: dict[torch.Size, type[PackedLinear] | None] = {}

@@ -126,7 +126,9 @@ class PassEstimator:
             log.info("%s; its duration is known once it has been timed", error)
             return 0.0
         try:
-            is_over = learner.step >= learner.run.steps  # behind the last step no microbatch is trained, nor could be tried
+            is_over = (
+                learner.step >= learner.run.steps
+            )  # behind the last step no microbatch is trained, nor could be tried
             passes_s = sum(estimates_s) if is_over else self._tried_s(learner, units, estimates_s)
         except (CheckpointError, ProtocolError, NotFinite) as error:
             log.info("no dummy run: %s", error)

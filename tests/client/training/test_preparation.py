@@ -70,6 +70,20 @@ def test_the_swarms_tokenizer_is_used_and_no_other(folder: Path) -> None:
     assert batches.rows([0], run).inputs[0][0].tolist() == list(b"some"), "the swarm was founded without it"
 
 
+def test_arrays_of_ids_need_no_tokenizer(folder: Path) -> None:
+    ids_NT = np.arange(60).reshape(10, 6)
+    np.savez(folder / "ids.npz", input_ids=ids_NT)
+    run, batches = prepare(LANGUAGE, folder, folder / "ids.npz", settings(sequence=6))
+    ids_BT = batches.rows(range(10), run).inputs[0]
+    assert sorted(ids_BT.tolist()) == ids_NT.tolist() and run.label_weights
+    np.savez(folder / "ids.npz", input_ids=ids_NT + 197)
+    with pytest.raises(UsageError, match="256"):
+        prepare(LANGUAGE, folder, folder / "ids.npz", settings(sequence=6))
+    (folder / "chats.jsonl").write_text('{"prompt": "some", "completion": "words"}\n')
+    with pytest.raises(UsageError, match="need a tokenizer"):
+        prepare(LANGUAGE, folder, folder / "chats.jsonl", settings(sequence=6))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -95,6 +109,9 @@ def test_what_is_known_early(folder: Path) -> None:
             check_early(nothing, SETTINGS)
     with pytest.raises(UsageError, match="schedule"):
         check_early(folder / "data.txt", settings(schedule="zigzag"))
+    check_early(folder / "data.txt", SETTINGS, folder / "log.jsonl")
+    with pytest.raises(UsageError, match=r"--log .* these are the data"):
+        check_early(folder / "data.txt", SETTINGS, folder / "empty" / ".." / "data.txt")
 
 
 def test_only_swarms_that_train(folder: Path) -> None:

@@ -92,6 +92,24 @@ def test_the_sentence_says_what_fits(limit_gb: int, needed: int) -> None:
         assert whole == (tier if held(slots) == UNITS else None), "no machine is said to hold what it does not"
 
 
+@pytest.mark.parametrize("active", [4, 24])
+def test_no_tier_is_taken_that_lets_no_more_layers_fit(active: int) -> None:
+    checkpoint, seen = large_mixture(), set[bool]()
+    checkpoint.config.num_experts_per_tok = active
+    sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
+    smallest = LAYER_BYTES - (EXPERTS - active) * EXPERT_BYTES
+    least = replace(sizes, weight_bytes=(END_BYTES, *[smallest] * LAYERS, END_BYTES))
+    for limit_bytes in range(5 * 10**8, 4 * 10**9, 10**8):
+        whole, held = (
+            most_anywhere(sizes, limit_bytes, CACHE_TOKENS),
+            most_anywhere(least, limit_bytes - buffer_bytes(), CACHE_TOKENS),
+        )
+        found = expert_tier(checkpoint, sizes, limit_bytes, CACHE_TOKENS, UNITS)
+        assert (found is None) is (0 < held <= whole), limit_bytes
+        seen.add(found is None)
+    assert seen == ({False} if active == 4 else {False, True})
+
+
 def test_a_layer_with_fewer_experts_keeps_them_all() -> None:
     checkpoint = large_mixture({3: 5})
     sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
@@ -119,8 +137,7 @@ def test_a_config_that_contradicts_the_tensors_ends_no_node(active: Any) -> None
         lambda known, name: () if name == "nowhere" else known(name), checkpoint.family.units_of_tensor
     )
     sizes = unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True)
-    found = expert_tier(checkpoint, sizes, 9 * 10**9, CACHE_TOKENS, UNITS)
-    assert found is None if active != 10**9 else found is not None and found[0].slots == EXPERTS
+    assert expert_tier(checkpoint, sizes, 9 * 10**9, CACHE_TOKENS, UNITS) is None
 
 
 def test_a_token_waits_for_what_is_missing() -> None:

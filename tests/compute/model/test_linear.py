@@ -57,10 +57,19 @@ def test_all_ways_come_to_the_same(way: linear.Product, shape: tuple[int, ...], 
 
 @pytest.fixture(params=FORMS[torch.bfloat16], ids=lambda form: form.__name__)
 def form(request: pytest.FixtureRequest) -> type[PackedLinear]:
-    if not request.param.works():
+    if not request.param.works(torch.bfloat16):
         pytest.skip("this torch cannot, or not on this CPU")
     chosen: type[PackedLinear] = request.param
     return chosen
+
+
+@pytest.mark.parametrize("dtype", FORMS)
+def test_a_form_works_for_each_dtype_that_it_says(dtype: torch.dtype) -> None:
+    """A CPU may have products of one half precision, and not of the other."""
+    weight, x = drawn(64, 32, dtype=dtype), drawn(3, 32, dtype=dtype, seed=1)
+    for form in FORMS[dtype]:
+        if form.works(dtype):
+            torch.testing.assert_close(form(weight, None)(x), functional.linear(x, weight), atol=0.3, rtol=0.05)
 
 
 @pytest.mark.parametrize("outputs", [1, 16, OUTPUTS])

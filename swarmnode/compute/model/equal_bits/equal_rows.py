@@ -158,7 +158,11 @@ def give_equal_rows(model: Any) -> None:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for name, linear in [each for each in model.named_modules() if type(each[1]) is nn.Linear]:
-        takes_blocks = linear.weight.dtype != torch.float32 and owners[id(linear.weight)] == 1 and OneDnnLinear.works()
+        takes_blocks = (
+            linear.weight.dtype != torch.float32
+            and owners[id(linear.weight)] == 1
+            and OneDnnLinear.works(linear.weight.dtype)
+        )
         blocks = OneDnnLinear(linear.weight, linear.bias) if takes_blocks else None
         bounds = _bounds_of(linear.weight, in_blocks=takes_blocks)
         if bounds is None:
