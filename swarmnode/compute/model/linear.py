@@ -57,8 +57,8 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def works(dtype: torch.dtype) -> bool:
-        """Return whether this build of torch and this CPU support the form for weights of this dtype. Raises NotImplementedError if a
-        subclass does not define it."""
+        """Return whether this build of torch and this CPU support the form for weights of this dtype. Raises NotImplementedError
+        if a subclass does not define it."""
         raise NotImplementedError
 
     def multiply(self, x: Tensor) -> Tensor:

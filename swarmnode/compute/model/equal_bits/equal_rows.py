@@ -183,8 +183,10 @@ def has_equal_rows(model: Any) -> bool:
 
 
 def linear_in_equal_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return the product (..., O) of x (..., I) with a plain matrix, in which a row has the same bits among any others: between bounds,
-    or, if this machine has none for the matrix, row by row."""
+    """Return the product (..., O) of x (..., I) with a plain matrix, in which a row has the same bits among any others.
+
+    Its number of rows is within bounds. If this machine has none for the matrix, rows are multiplied one by one.
+    """
     bounds = _bounds_of(weight_OI, in_blocks=False) or Bounds(1, 1)
     rows = x.numel() // x.shape[-1]
     if rows < bounds.least:
