@@ -44,5 +44,5 @@ def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     slowest = told["slowest"][0]
     assert slowest["seconds"] <= generation["seconds"]
     assert sum(part["seconds"] for part in slowest["parts"]) >= slowest["seconds"] * 0.9
-    assert 0 < sum(hop["compute_s"]["median"] for hop in told["hops"]) < generation["seconds"]
+    assert 0 < sum(hop["compute_s"]["median"] for hop in told["hops"]) < slowest["seconds"]
     assert_clear(swarmnode("why", "trace", swarm, "00" * 16, home=tmp_path), 1, "remembers", "00" * 16)

@@ -53,7 +53,6 @@ IN_VECTORS = frozenset(
     }
 )
 """Functions of each element whose last bits depend on whether torch computes it in a vector or alone"""
-PLAIN_MATRICES = frozenset({Tensor, nn.Parameter})
 ALONE, SHARE = 1 << 14, 1 << 15
 """Elements that one thread takes, and elements of each thread from which on all take part, in torch"""
 
@@ -277,11 +276,11 @@ class SameBits(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         is_lowered = library() is not None and hasattr(threads().recorder, "attention")  # to a graph of ggml
-        if torch.is_grad_enabled() or is_lowered or not args:
+        if torch.is_grad_enabled() or is_lowered:
             return function(*args, **given)
-        if function is self._linear and type(args[1]) in PLAIN_MATRICES and args[1].device.type == "cpu":
+        if function is self._linear:
             return linear_in_equal_rows(*args, **given)
-        if function not in IN_VECTORS:
+        if function not in IN_VECTORS or not args:
             return function(*args, **given)
         original = x = args[0]
         others = args[1:]

@@ -15,7 +15,7 @@ from swarmnode.compute.model.family import OTHER_MEDIA, Family, causal_class, fa
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import CONFIG_KEY, Bottleneck, add_projections, begin_projections
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
-from swarmnode.compute.packing.tensor_entry import TensorEntry
+from swarmnode.compute.packing.tensor_entry import STORED_DTYPES, TensorEntry
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {
@@ -260,11 +260,11 @@ class FreshCheckpoint(Checkpoint):
             model = fresh_model(self.config, 0)
             add_projections(dict(enumerate(model.get_submodule(family_of(self.config).stack_name))), self.config)
         dtype = getattr(self.config, "dtype", None) or torch.float32
-        saved, width = {torch.bfloat16: ("BF16", 2), torch.float16: ("F16", 2)}.get(dtype, ("F32", 4))
+        saved = next(name for name, each in STORED_DTYPES.items() if each is dtype)
         tensors = model.state_dict(keep_vars=True)
         names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # of tied tensors the first is saved
         self.entries = {
-            name: TensorEntry(folder, saved, tuple(tensors[name].shape), 0, tensors[name].numel() * width)
+            name: TensorEntry(folder, saved, tuple(tensors[name].shape), 0, tensors[name].numel() * dtype.itemsize)
             for name in names.values()
         }
 

@@ -125,14 +125,12 @@ class PassEstimator:
         except (CheckpointError, Full) as error:
             log.info("%s; its duration is known once it has been timed", error)
             return 0.0
-        try:
-            is_over = (
-                learner.step >= learner.run.steps
-            )  # behind the last step no microbatch is trained, nor could be tried
-            passes_s = sum(estimates_s) if is_over else self._tried_s(learner, units, estimates_s)
-        except (CheckpointError, ProtocolError, NotFinite) as error:
-            log.info("no dummy run: %s", error)
-            passes_s = sum(estimates_s)
+        passes_s = sum(estimates_s)
+        if learner.step < learner.run.steps:  # behind the last step no microbatch is trained, so that none can be tried
+            try:
+                passes_s = self._tried_s(learner, units, estimates_s)
+            except (CheckpointError, ProtocolError, NotFinite) as error:
+                log.info("no dummy run: %s", error)
         least_s = self.throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
         return self.throttle.lent_s(passes_s / units.units, least_s)
 

@@ -179,7 +179,7 @@ class TrainingWorker(Stage):
         self._backups = BackupSender(self.host, lambda: self.checkpoint_manager.store, self.hardware.config.min_holders)
         self._restoration = Restoration(self.host, self.training, self.checkpoint_manager, self.units)
         if self.serving is not None:
-            self.serving.server.is_behind = lambda: self.is_behind
+            self.serving.server.is_behind = self._is_behind
         clock = self.host.clock.monotonic
         self._election = CoordinatorElection(
             self.host.directory,
@@ -242,10 +242,9 @@ class TrainingWorker(Stage):
         """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the swarm has trained, by the states on this disk or by what peers announce, and this stage has no state of it:
-        it would write texts with the founder's weights."""
+    def _is_behind(self) -> bool:
+        """Return whether the swarm has trained, by the states on this disk or by what peers announce, and this stage has no state
+        of it: it would write texts with the founder's weights."""
         if self.training.state.condition == Condition.READY:
             return False
         return bool(self.checkpoint_manager.stored_steps()) or self._restoration.has_trained

@@ -115,6 +115,7 @@ def test_a_plain_product_gives_a_row_the_same_bits_in_any_company(shape: tuple[i
         for rows in (1, 2, 3, 5, 40):
             parts = [functional.linear(part[None], weight_OI)[0] for part in x_RI.split(rows)]
             assert torch.equal(torch.cat(parts), whole), rows
+        assert torch.equal(functional.linear(input=x_RI, weight=weight_OI, bias=None), whole), "however it is called"
     torch.testing.assert_close(whole, functional.linear(x_RI, weight_OI.detach()))
 
 

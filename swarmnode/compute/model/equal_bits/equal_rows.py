@@ -182,18 +182,16 @@ def has_equal_rows(model: Any) -> bool:
     return getattr(model.config, "_attn_implementation", "") == EQUAL_ROWS
 
 
-def linear_in_equal_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return the product (..., O) of x (..., I) with a plain matrix, in which a row has the same bits among any others.
+def linear_in_equal_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `functional.linear`'s product, whose arguments have the same names. With a plain matrix on the CPU a row has the same
+    bits among any others.
 
     Its number of rows is within bounds. If this machine has none for the matrix, rows are multiplied one by one.
     """
-    bounds = _bounds_of(weight_OI, in_blocks=False) or Bounds(1, 1)
-    rows = x.numel() // x.shape[-1]
-    if rows < bounds.least:
-        filled_RI = x.new_zeros((bounds.least, x.shape[-1]))
-        filled_RI[:rows] = x.reshape(rows, -1)
-        return functional.linear(filled_RI, weight_OI, bias_O)[:rows].view(*x.shape[:-1], -1)
-    return _within(lambda x_RI: functional.linear(x_RI, weight_OI, bias_O), x, bounds)
+    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu":
+        return functional.linear(input, weight, bias)
+    bounds = _bounds_of(weight, in_blocks=False) or Bounds(1, 1)
+    return _within(lambda x_RI: functional.linear(x_RI, weight, bias), input, bounds)
 
 
 def _bounds_of(weight_OI: Tensor, *, in_blocks: bool) -> Bounds | None:
